@@ -5,21 +5,20 @@ tokens are a document, and each token has a flag that says whether the model is 
 
 A row of a batch has T positions. Position p contains token p, and its target is token p + 1: a document of n
 tokens fills n - 1 positions, and no target crosses into the next document (torchtune #2613). Best-fit
-decreasing (arXiv:2404.10830) packs documents into rows. What is too long is split, cut off or dropped
-(--overflow): a part is as much of a document as fits. A pair is two documents in the same row.
+decreasing (arXiv:2404.10830) packs documents into rows. Documents longer than a row are split, truncated or
+dropped (--overflow). A part is the piece of a document that goes into one row. A pair is two documents.
 
 Masks come from spans of characters, never from a search for marker tokens: a token is trained on if it
 overlaps a span. The spans are the template's {% generation %} blocks. A template without them is rendered up
-to each assistant turn and again with it, and what the turn adds is its span (trl #6361). See
-Tokenizer.delimit_by_prefix() for templates that rewrite earlier turns, as Qwen3's does.
+to each assistant turn and again with it, and what the turn adds is its span (trl #6361).
 
 Each machine tokenizes a file once into flat arrays that all its ranks map: 5 bytes per token on disk
 (torchtune #1097: 900 GB of RAM for a 3 GB file). The order of the rows depends on --seed and the epoch alone,
 so the loader's whole state is the number of steps taken.
 
 The second half finds a model (a preset, a folder, a Hub id, the result of a run) and writes models and
-adapters as transformers and PEFT read them. There, rows are those of a matrix: a reader (WeightFiles or
-RandomWeights) gives any rows of a tensor, so that a rank reads only what it keeps.
+adapters as transformers and PEFT read them. In that half, a row is a row of a weight matrix. A reader
+(WeightFiles, RandomWeights) returns any range of rows, so each rank reads only its own.
 """
 
 import ast
@@ -87,7 +86,7 @@ say_once = functools.cache(say)
 
 
 def first_names(names, most):
-    """As many of these names as `most`, safe to print, and how many more there are."""
+    """At most `most` of these names, safe to print, and how many more there are."""
     text = ", ".join(name[:200] for name in names[:most])  # a damaged file may have endless names
     if len(names) > most:
         text += f" and {len(names) - most} more"
@@ -95,7 +94,6 @@ def first_names(names, most):
 
 
 def listing(names):
-    """The first five names in sorted order, safe to print, and how many more there are."""
     return first_names(sorted(names), 5)
 
 
@@ -135,7 +133,7 @@ def read_json(path, optional=False):
 
 @contextlib.contextmanager
 def writing(path, what):
-    """Adds the path and what was being written to an OSError: the message for a full disk names neither."""
+    """Adds the path, and what was not written, to an OSError: that of a full disk names neither."""
     try:
         yield
     except OSError as error:
@@ -148,7 +146,7 @@ UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno
 
 @contextlib.contextmanager
 def where_supported(consequence):
-    """For what only makes a run safer: a file system that cannot do it leaves it out, with one note."""
+    """For optional safety operations (fsync, locks). If the file system has none, prints one note."""
     try:
         yield
     except OSError as error:
@@ -158,7 +156,6 @@ def where_supported(consequence):
 
 
 def sync(path):
-    """Waits until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         with where_supported("this disk does not sync folders: a power cut may cost what is new"):
@@ -168,7 +165,6 @@ def sync(path):
 
 
 def remove(path):
-    """Removes a folder, or whatever else has this name, if it can."""
     with contextlib.suppress(OSError):
         # rmtree would wait for the writer of a pipe, and it leaves links, which a save would follow
         path.unlink()
@@ -176,7 +172,7 @@ def remove(path):
 
 
 def put_in_place(part, path, keep_older=False):
-    """Renames what was written as `part`. keep_older: another process may have made the same one first."""
+    """Renames `part` to `path`. keep_older: another process may have made the same one first."""
     for made in (*part.rglob("*"), part):
         sync(made)  # first, or a power cut could leave the new name with files that are not on the disk
     if keep_older and os.path.lexists(path):
@@ -188,7 +184,7 @@ def put_in_place(part, path, keep_older=False):
 
 
 def replace_file(path, text):
-    """Writes a file beside its place first: a process that is killed never leaves half of it."""
+    """Writes a file, never half of it: beside its place first."""
     part = path.with_name(f"{path.name}.part")
     with writing(path, "file"):
         part.write_text(text)
@@ -200,7 +196,7 @@ def write_json(path, content):
 
 
 def crc_of(path):
-    """The CRC-32 of a file, 2 to 3 GB/s. Read, not mapped: a bad sector would end a process that maps it."""
+    """The CRC-32 of a file, 2 to 3 GB/s. The file is not mapped: a bad sector would kill the process."""
     check_is_file(path)
     crc = 0
     with open(path, "rb") as file:
@@ -210,7 +206,7 @@ def crc_of(path):
 
 
 def with_checksum(content):
-    """A JSON object with a checksum of the rest of it. It reveals damage and edits by hand, not forgery."""
+    """Adds a checksum to a JSON object. It reveals damage and edits by hand, not forgery."""
     text = json.dumps(content | {"checksum": 0}, sort_keys=True)
     return content | {"checksum": zlib.crc32(text.encode())}
 
@@ -241,7 +237,6 @@ class Stored(NamedTuple):
 
 
 def layout_of(tensors):
-    """{name: Stored} of {name: tensor}, for write_safetensors()."""
     layout = {}
     for name, tensor in tensors.items():
         layout[name] = Stored(None, tuple(tensor.shape), tensor.dtype, name)
@@ -249,9 +244,8 @@ def layout_of(tensors):
 
 
 def write_safetensors(path, layout, tensors, checksum=None):
-    """Writes pairs (name, tensor on the CPU) in any order, one tensor in memory at a time: the library wants
-    all at once. layout: {name: Stored} in the order of the file -> [size of the file, checksum(bytes, so
-    far)]."""
+    """Writes pairs (name, tensor on the CPU), in any order, to the places of layout, {name: Stored}. One is
+    in memory at a time: the library wants all at once. -> [size of the file, checksum(bytes, so far)]"""
     header = {"__metadata__": {"format": "pt"}}  # older transformers need the format
     places = {}  # {name: (its first byte behind the header, how many it has)}
     stop = 0
@@ -297,16 +291,10 @@ OPEN, CLOSE, MARK = "\U00104000", "\U00104001", "\U00104002"
 # A template is a stranger's program: a loop of ten lines could fill the memory, or never end.
 MAX_RENDERED = 50_000_000  # characters that one conversation may become
 MAX_RENDER_S = 2  # seconds of CPU time that this may take
-# what whoever renders a template gives it: no variable of --template_args or of an example has such a name
+# variables that each rendering sets: --template_args and examples cannot
 GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
-# how an answer without a thought begins if a template gives all answers one; the prompt may have <think>
-EMPTY_THOUGHT = re.compile(r"(<think>)?\s*</think>\n*")
-# the whole of an empty thought
-WHOLE_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\n*")
-# what a prompt ends with that opens a thought, and closes it at once where the model is asked not to think
-OPENED_THOUGHT = re.compile(r"(<think>\n?)\s*(</think>\s*)?\Z")
 SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 TOKENIZER_FILES = (
@@ -318,8 +306,7 @@ TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for tools, where t
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """transformers' {% generation %} ... {% endgeneration %} becomes OPEN, the answer and CLOSE, see
-    render()."""
+    """transformers' {% generation %} ... {% endgeneration %} becomes OPEN, the answer and CLOSE."""
 
     tags = frozenset(["generation"])
 
@@ -331,16 +318,14 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 def template_environment():
-    """jinja's sandbox: no attributes with a leading underscore, no changes to what a template is given."""
+    """jinja's sandbox, with the settings and functions of transformers: templates are written for these."""
     version = [int(number) for number in re.findall(r"\d+", jinja2.__version__)]
     if version < [3, 1, 6]:  # CVE-2025-27516: the filter |attr reached format(), and so any object
-        raise ValueError(f"templates can leave the sandbox of jinja2 {jinja2.__version__}: "
-                         "pip install -U jinja2")
+        raise ValueError(f"templates escape from jinja2 {jinja2.__version__}: pip install -U jinja2")
 
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
-    # all of this as transformers sets it, because templates are written for that
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
     env.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime}
@@ -349,13 +334,12 @@ def template_environment():
 
 
 def check_is_variable(name, where):
-    """Raises a ValueError if templates get what has this name from elsewhere."""
     if name in GIVEN_TO_TEMPLATES or name in NAMED_TOKENS:
         raise ValueError(f"{where}: a template gets {name} from each conversation, or from the tokenizer")
 
 
 def read_template_args(words):
-    """The words of --template_args, such as "enable_thinking=false", -> {name: value}: JSON, or else text."""
+    """The words of --template_args, such as "enable_thinking=false" -> {name: value}."""
     variables = {}
     for word in words or ():
         name, equals, text = word.partition("=")
@@ -379,12 +363,12 @@ class TextError(ValueError):
 
 @contextlib.contextmanager
 def errors_of(source):
-    """Turns any error into a TextError that names the source. A panic in Rust is a BaseException."""
+    """Turns any error into a TextError that names the source."""
     try:
         yield
     except KeyboardInterrupt:  # Ctrl-C ends the run, and not this text alone
         raise
-    except BaseException as error:
+    except BaseException as error:  # a panic in Rust is no Exception
         line = ""
         if isinstance(error, jinja2.TemplateSyntaxError):
             line = f", line {error.lineno}"
@@ -417,8 +401,30 @@ class Text(NamedTuple):
     is_chat: bool = False  # a template has written it, with BOS, EOS and the ends of turns
     turns: list = ()  # the numbers of the messages that are trained on in this text
     is_further: bool = False  # it has answers that the example's first text rewrites
-    opens_thought: bool = False  # the prompt for its answers asks for a thought
     hash: int = 0  # hash_of_text() of the example's first text
+
+
+class Thoughts:
+    """How the prompt for an answer ends: with <think>, with an empty thought (the model is not to think), or
+    with neither. opens: whether it asks for a thought. prompts: as it is, and without this thought."""
+
+    empty = re.compile(r"<think>\s*</think>\n*")
+    empty_in_answer = re.compile(r"(<think>)?\s*</think>\n*")  # if the prompt may have its <think>
+
+    def __init__(self, prompt):
+        thought = re.search(r"(<think>\n?)\s*(</think>\s*)?\Z", prompt)
+        self.opens = bool(thought) and not thought[2]
+        self.prompts = [prompt]
+        if thought:
+            # small Qwen3.5 models drop the empty thought of the prompt, DeepSeek's distilled ones any thought
+            self.prompts += [prompt[: thought.end(1)], prompt[: thought.start()]]
+
+    def after(self, text, start, stop):
+        """The span of an answer without an empty thought that the prompt ends in: the model never says it."""
+        thought = self.empty_in_answer.match(text, start, stop)
+        if thought and self.prompts[0].endswith(thought[0]):
+            start = thought.end()
+        return start, stop
 
 
 def is_in(part, text):
@@ -428,9 +434,9 @@ def is_in(part, text):
 
 
 def with_marks(messages, tools):
-    """-> (messages, tools, items): the same with a number between two MARKs behind the name of each tool and
-    call, and in arguments, because prose may have the same words. items: for each number (what it marks, the
-    number of the message for arguments or None for a name, which has to be in the text)."""
+    """-> (messages, tools, items): with a unique marker in the name of each tool and call, and in arguments.
+    A rendering then shows what the template kept; to search for the words is not enough, as prose may have
+    them. items: for each marker (what it marks, the message's number for arguments, None for a name)."""
     items = []
 
     def mark(what, answer=None):
@@ -459,7 +465,6 @@ def with_marks(messages, tools):
 
 
 def with_json_arguments(message):
-    """A message whose calls of tools have their arguments as JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -467,17 +472,9 @@ def with_json_arguments(message):
     return message | {"tool_calls": calls} if calls else message
 
 
-class TokenizerFiles(NamedTuple):
-    """What the files of a model folder say of its tokens."""
-
-    core: tokenizers.Tokenizer
-    config: dict  # tokenizer_config.json
-    named: dict  # {"bos_token": its text, ...}: templates see these
-    special: list  # texts of the special tokens that tokenizer_config.json, or an older file, names
-
-
 def read_tokenizer(folder):
-    """tokenizer.json and tokens that only other files name, with transformers' ids -> TokenizerFiles."""
+    """The tokens of a model folder, with the ids of transformers -> (the library's tokenizer,
+    tokenizer_config.json, {"bos_token": its text, ...} for templates, texts of special tokens)."""
     path = folder / "tokenizer.json"
     config_path = folder / "tokenizer_config.json"
     if not path.exists():
@@ -490,38 +487,32 @@ def read_tokenizer(folder):
         config_path, folder / "special_tokens_map.json", folder / "added_tokens.json"))
     old = {key: value for key, value in old.items() if value is not None}
     with errors_of(config_path):
-        # transformers does not read the other two files beside a list in tokenizer_config.json. Here they
-        # are read all the same: texts would have no end without EOS.
+        # Unlike transformers this reads the older files beside a list, too: they may be alone to name EOS
         given = old | config
         entries = config.get("added_tokens_decoder")
         if entries is None:
             given = config | old
             entries = {number: {"content": token} for token, number in added.items()}
-        named, special = special_tokens_in(given)
+        extra = given.get("extra_special_tokens") or []
+        if isinstance(extra, dict):  # a model with pictures has {"image_token": ...}
+            given = given | extra
+            extra = []
+        named = {}
+        for key in dict.fromkeys([*NAMED_TOKENS, *given]):  # transformers' order
+            value = given.get(key)
+            # add_bos_token and its like are no tokens
+            if value and (key in NAMED_TOKENS or (key.endswith("_token") and isinstance(value, str))):
+                named[key] = text_of_token(key, value)
+        extra = [*extra, *(given.get("additional_special_tokens") or [])]
+        listed = [text_of_token("extra_special_tokens", token) for token in extra]
+        special = list(dict.fromkeys([*named.values(), *listed]))
         entries = [tokenizers.AddedToken(**entries[number]) for number in sorted(entries, key=int)]
     with errors_of(path):
         core = tokenizers.Tokenizer.from_file(str(path))
         core.add_tokens(entries)
         known = {token.content for token in core.get_added_tokens_decoder().values()}
         core.add_special_tokens([token for token in special if token not in known])
-    return TokenizerFiles(core, config, named, special)
-
-
-def special_tokens_in(given):
-    """tokenizer_config.json -> ({"bos_token": text, ...}, [all special tokens]), in transformers' order."""
-    extra = given.get("extra_special_tokens") or []
-    if isinstance(extra, dict):  # a model with pictures has {"image_token": ...}
-        given = given | extra
-        extra = []
-    named = {}
-    for key in dict.fromkeys([*NAMED_TOKENS, *given]):
-        value = given.get(key)
-        # add_bos_token and its like are no tokens
-        if value and (key in NAMED_TOKENS or (key.endswith("_token") and isinstance(value, str))):
-            named[key] = text_of_token(key, value)
-    extra = [*extra, *(given.get("additional_special_tokens") or [])]
-    listed = [text_of_token("extra_special_tokens", token) for token in extra]
-    return named, list(dict.fromkeys([*named.values(), *listed]))
+    return core, config, named, special
 
 
 def text_of_token(key, token):
@@ -532,11 +523,10 @@ def text_of_token(key, token):
 
 
 def read_template(path):
-    """The text of a template's file. A ValueError names the file."""
     check_is_file(path)
     if not os.path.exists(path):  # other trainers have names for templates, such as chatml
-        raise ValueError(f"--chat_template {path}: no such file; expected one of jinja. Without this flag "
-                         "the model's own template is used, or ChatML if it has none")
+        raise ValueError(f"--chat_template {path}: no such file. Without this flag the model's own template "
+                         "is used, or ChatML")
     with errors_of(f"chat template ({path})"):
         return Path(path).read_text("utf-8-sig")
 
@@ -582,8 +572,7 @@ def read_new_tokens(words):
 
 
 def add_new_tokens_(core, tokens):
-    """Appends tokens to the library's tokenizer -> a range of their ids. Like Qwen's <tool_call> they are not
-    special: messages may spell them, and answers are shown with them."""
+    """Appends tokens -> the range of their ids. They are not special: messages may contain them."""
     known = [token for token in tokens if core.token_to_id(token) is not None]
     if known:
         raise ValueError(f"--add_tokens: {listing(known)}: already in the model's tokenizer: leave it out")
@@ -595,8 +584,7 @@ def add_new_tokens_(core, tokens):
 
 
 def code_of(folder):
-    """The modules that auto_map names, and those that they import from beside them. Nothing here runs
-    them."""
+    """The modules that auto_map names, and those that they import from. Nothing here runs them."""
     configs = [read_json(folder / name, optional=True) for name in ("config.json", "tokenizer_config.json")]
     modules = re.findall(r'"(\w+)[.]\w+"', json.dumps([config.get("auto_map") for config in configs]))
     found = {}
@@ -614,17 +602,15 @@ class Tokenizer:
 
     core               the library's tokenizer
     bos_ids, eos_ids   the ids around a plain text
-    stop_ids           the ids that end an answer; default_end: the text that does if no template tells it
+    stop_ids           the ids that end an answer
     new_ids            the range of ids of new_tokens
     markers            texts of the tokens that templates write around turns; is_marker [V]: which ids are
-    reserved           a pattern of what no conversation may spell: the markers, but not other special tokens
-    templates          compiled: {"default": ..., and maybe "tool_use": the one for examples with tools}
-    template_texts     {name of a file: a template that begins with the values of template_args}
-    template_reads     names of variables that the templates look up
-    template_words     all names in them: other keys of a message are not read
-    variables          what the templates see beside the messages; example_variables: see for_example()
-    opens_thought      whether the prompt for an answer opens a thought
-    changed            {name of a file: its dict}: save() writes them in place of the folder's own
+    reserved           regex of what messages must not contain: the markers, but not other special tokens
+    templates          compiled: {"default": ..., and maybe "tool_use" for examples with tools}
+    template_reads     the variables that they look up; template_words: all names in them
+    variables          what they see beside the messages; example_variables: see for_example()
+    thoughts           Thoughts of the prompt for an answer
+    changed            {file: its dict}: save() writes them in place of the folder's own
     made_of            all that the tokens and masks of a text depend on"""
 
     def __init__(self, folder, template_file=None, train_on="targets", template_args=None,
@@ -632,7 +618,7 @@ class Tokenizer:
         self.folder = Path(folder)
         self.train_on = train_on
         self.path = self.folder / "tokenizer.json"
-        core, config, self.variables, named = read_tokenizer(self.folder)
+        core, config, self.variables, special = read_tokenizer(self.folder)
         self.example_variables = {}
         self.changed = {}
         # What tokenizer_config.json loses: the template stands in a file of its own.
@@ -646,38 +632,37 @@ class Tokenizer:
                 self.changed[self.path.name] = json.loads(core.to_str())
                 # transformers 5 would add no other tokens than those of this list; tokenizer.json has all
                 outdated.add("added_tokens_decoder")
-            special = self.load_core(core, config, named)
+            special = self.load_core(core, config, special)
         if outdated & config.keys():
             self.changed["tokenizer_config.json"] = {
                 key: value for key, value in config.items() if key not in outdated}
         self.load_templates(template_file, adapter_folder, template_args or {})
         end_of_turn, written = self.try_template()
-        self.opens_thought = self.prompt_opens_thought()
+        self.thoughts = self.thoughts_of_prompt()
         turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
         of_texts = {*self.bos_ids, *self.eos_ids}
         of_texts |= {self.core.token_to_id(self.variables.get(name, "")) for name in NAMED_TOKENS}
         markers = {number for number, token in special.items() if number in of_texts or token in written}
-        # not the ids of generation_config.json, which is no part of made_of
         marker_ids = sorted(markers | turn_ends)
         self.is_marker = np.zeros(1 + max(self.core.get_vocab().values()), bool)
         self.is_marker[marker_ids] = True
         self.stop_ids = self.complete_stops(turn_ends)
-        # The library would make the token of its text: a message could end its turn and begin another.
         self.markers = tuple(self.core.id_to_token(number) for number in marker_ids)
+        # the library makes these tokens wherever their texts stand: a message could end its own turn
         self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, MARK, *self.markers])))
         # tokenized() hashes this: what is missing here would leave old tokens in use after a change
         self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, marker_ids, self.variables,
                         self.template_texts, train_on)
 
-    def load_core(self, core, config, named):
-        """Completes the library's tokenizer -> {id: text} of tokens that a file flags or names as special."""
-        # the file also has the truncation and padding that its author used last
+    def load_core(self, core, config, names):
+        """Completes the library's tokenizer -> {id: text} of its special tokens."""
+        # the file has the truncation and padding that its author used last
         core.no_truncation()
         core.no_padding()
         added = core.get_added_tokens_decoder()
         self.added = tuple(token.content for token in added.values())
         special = {number: token for number, token in added.items()
-                   if token.special or token.content in named}
+                   if token.special or token.content in names}
         # Llama 2 normalizes its special tokens and so finds them only behind a blank (transformers #23833)
         as_written = [tokenizers.AddedToken(**(token.__getstate__() | {"normalized": False}))
                       for token in special.values()]
@@ -703,9 +688,8 @@ class Tokenizer:
         return {number: token.content for number, token in special.items()}
 
     def complete_stops(self, turn_ends):
-        """-> the ids that end a turn, and those at which transformers and vLLM stop. save() writes
-        generation_config.json if it lacks one (Muse Glimmer's end of a turn is not its EOS): only --chat
-        would stop there."""
+        """Adds the ids that end a turn to generation_config.json, where transformers and vLLM find them ->
+        all its ids. Muse Glimmer's end of a turn is not its EOS."""
         path = self.folder / "generation_config.json"
         generation = read_json(path, optional=True)
         generation = {key: value for key, value in generation.items() if value is not None}
@@ -715,7 +699,7 @@ class Tokenizer:
         if not isinstance(ids, list):
             ids = [ids]
         ids = {one for one in ids if isinstance(one, int)}
-        # Also where the base has no such file: a later merge reads final/, and no config.json
+        # also if the base has no such file: a later merge reads final/, and no config.json
         if turn_ends - ids or (ids and not path.exists()):
             self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(turn_ends | ids)}
         return turn_ends | ids
@@ -761,11 +745,11 @@ class Tokenizer:
                       if name not in GIVEN_TO_TEMPLATES and name not in NAMED_TOKENS]
             raise ValueError(f"does not read {listing(unread)} of --template_args; what it reads beside "
                              f"the conversation: {listing(others) or 'nothing'}")
-        # A template begins with --template_args as defaults: apply_chat_template(enable_thinking=True) still
-        # counts. jinja reads Python's True, None and escapes.
+        # as defaults, so that apply_chat_template(enable_thinking=True) counts; jinja reads Python's values
+        default = "{%- if NAME is not defined %}{%- set NAME = VALUE %}{%- endif %}\n"
         defaults = ""
         for name, value in sorted(template_args.items()):
-            defaults += f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
+            defaults += default.replace("NAME", name).replace("VALUE", repr(value))
         self.template_texts = {}
         self.templates = {}
         for name, text in named.items():
@@ -774,12 +758,11 @@ class Tokenizer:
             self.template_texts["chat_template.jinja" if name == "default" else TOOL_TEMPLATE] = text
 
     def try_template(self):
-        """-> (the token behind an answer, as text; all that the template has and writes in trials, as one
-        text)."""
+        """-> (the token behind an answer, as text; the templates' texts and all that they write in trials)"""
         end = self.default_end
         written = "".join(self.template_texts.values())
         conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
-        # Phi's source has '<|' + role + '|>': only a trial with each role tells these tokens
+        # Phi's template has '<|' + role + '|>': only a trial with each role shows these tokens
         for first in (*([{"role": role, "content": "a"}] for role in ROLES), []):
             with contextlib.suppress(ValueError):  # a template may want other messages
                 text, _ = self.render(first + conversation)
@@ -789,16 +772,14 @@ class Tokenizer:
                     end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
         return end, written
 
-    def prompt_opens_thought(self):
-        """Whether the template's prompt for an answer opens a thought, and does not close it."""
+    def thoughts_of_prompt(self):
         prompt = ""
         with contextlib.suppress(ValueError):
             prompt, _ = self.render([SHORT_QUESTION], generation_prompt=True)
-        opened = OPENED_THOUGHT.search(prompt)
-        return bool(opened) and not opened[2]
+        return Thoughts(prompt)
 
     def for_example(self, variables):
-        """The same tokenizer with variables of one example, which count before those of --template_args."""
+        """A copy with the variables of one example, which count before those of --template_args."""
         if not variables:
             return self
         for name in variables:
@@ -806,7 +787,7 @@ class Tokenizer:
         tokenizer = copy.copy(self)
         read = self.template_reads & variables.keys()
         tokenizer.example_variables = {name: variables[name] for name in read}
-        tokenizer.opens_thought = tokenizer.prompt_opens_thought()
+        tokenizer.thoughts = tokenizer.thoughts_of_prompt()
         return tokenizer
 
     def render(self, messages, tools=None, generation_prompt=False):
@@ -848,8 +829,7 @@ class Tokenizer:
         return forms[-1], *self.render(forms[-1], tools)
 
     def conversation(self, messages, tools=None, report=None):
-        """Messages -> [Text]: the whole conversation up to its last answer, then texts for answers that lose
-        a thought there. A ValueError if no answer can be delimited, or if check_complete() raises one."""
+        """Messages -> [Text]: up to the last answer, then one for each answer that loses a thought there."""
         report = report or FileReport()
         given = [messages, tools, self.example_variables]
         if self.reserved.search(json.dumps(given, ensure_ascii=False, default=str)):
@@ -863,11 +843,14 @@ class Tokenizer:
         if self.train_on == "all":
             documents = [Text(text, None, turns=turns)]
         elif spans:
-            spans = self.without_prompted_thoughts(messages, tools, turns, text, spans)
+            prompt = ""
+            if turns and any(Thoughts.empty_in_answer.match(text, *span) for span in spans):
+                with contextlib.suppress(TextError):  # a template may insist on a question before an answer
+                    prompt, _ = self.render(messages[: turns[-1]], tools, generation_prompt=True)
+            spans = [Thoughts(prompt).after(text, *span) for span in spans]
             if trained != turns:  # else a template may also have two blocks in a turn, or none in some
                 if len(spans) != len(turns):
-                    raise ValueError(f"{len(spans)} generation blocks for {len(turns)} assistant turns, some "
-                                     "of weight 0")
+                    raise ValueError(f"{len(spans)} generation blocks, {len(turns)} turns, some of weight 0")
                 spans = [span for turn, span in zip(turns, spans) if turn in trained]
             documents = [Text(text, spans, turns=trained)]
         else:  # a template without generation blocks, as most models have
@@ -881,23 +864,30 @@ class Tokenizer:
                              "... {% endgeneration %} around what the assistant says")
         report.note("assistant turns are not trained on, because the template changes them in later turns or "
                     "their start and end cannot be found", max(0, len(trained) - n_spans))
+        self.note_thoughts(documents, report)
         return documents
 
-    def without_prompted_thoughts(self, messages, tools, turns, text, spans):
-        """The spans of generation blocks, without an empty thought that the prompt ends in: the model never
-        says it."""
-        thoughts = [EMPTY_THOUGHT.match(text, *span) for span in spans]
-        prompt = ""
-        if turns and any(thoughts):
-            with contextlib.suppress(TextError):  # a template may insist on a question before an answer
-                prompt, _ = self.render(messages[: turns[-1]], tools, generation_prompt=True)
-        return [(thought.end(), stop) if thought and prompt.endswith(thought[0]) else (start, stop)
-                for thought, (start, stop) in zip(thoughts, spans)]
+    def note_thoughts(self, documents, report):
+        """Counts the answers that would teach a model to think otherwise than it does."""
+        forgets = "training on them teaches the model to stop reasoning in its default mode"
+        if "enable_thinking" in self.template_reads:
+            forgets += "; --template_args enable_thinking=false puts the empty thought into the prompt"
+        for answer in [one.text[start:stop] for one in documents for start, stop in one.spans]:
+            if Thoughts.empty_in_answer.match(answer):
+                report.note(f"answers begin with an empty thought: {forgets}")
+            if "<think>" in answer.rpartition("</think>")[2]:
+                report.note("answers begin a thought that never ends: <think> without </think>")
+            if self.thoughts.opens and "</think>" not in answer:
+                report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}")
 
     def check_complete(self, messages, tools, documents, report):
-        """Notes what the template leaves out of trained answers. A ValueError if that is all of an answer, or
-        another message."""
-        lost = self.lost_calls(messages, tools)
+        """Notes what the template leaves out of answers. A ValueError if that is all of it, or a question."""
+        *marked, items = with_marks(messages, tools)
+        lost = []
+        with contextlib.suppress(TextError):  # the template has looked at what it objects to
+            text, _ = self.render(*marked) if items else ("", [])
+            found = re.findall(f"{MARK}(\\d+){MARK}", text)
+            lost = [item for number, item in enumerate(items) if str(number) not in found]
         for what, answer in lost:
             if answer is None:  # a name
                 raise ValueError(f"{self.source}: leaves out {what}")
@@ -925,30 +915,16 @@ class Tokenizer:
             for what in left_out:
                 report.note(f"answers lose their {what}: the chat template leaves it out")
 
-    def lost_calls(self, messages, tools):
-        """The items of with_marks() that are not in a rendering."""
-        *marked, items = with_marks(messages, tools)
-        if not items:
-            return []
-        try:
-            text, _ = self.render(*marked)
-        except TextError:  # the template has looked at what it objects to
-            return []
-        found = re.findall(f"{MARK}(\\d+){MARK}", text)
-        return [item for number, item in enumerate(items) if str(number) not in found]
-
     def delimit_by_prefix(self, messages, tools, text, turns):
-        """Finds the spans of turns -> [Text]. text is the whole conversation, the first document. Qwen3 drops
-        the thought T1 of an answer A1 once there is a second answer. From these three texts come two
-        documents:
+        """Finds the spans of turns -> [Text]. text: the whole conversation, the first document. Qwen3 drops
+        the thought T1 of an answer A1 once there is a second answer, which makes two documents:
 
             whole conversation    Q1 A1 Q2 T2 A2
             up to A2              Q1 A1 Q2 T2 A2     the whole begins with it: T2 A2 is a span there
             up to A1              Q1 T1 A1           the whole does not begin with it: one more document
 
-        A turn belongs to the first document that begins with the text up to it. An answer that loses only an
-        empty thought is trained in the whole: ten short answers would cost 5.5 times the tokens, and equal
-        tokens taught less (tests/LOG.md). train_on "whole" makes no further documents."""
+        An answer that loses only an empty thought is trained in the whole: ten short answers would cost 5.5
+        times the tokens, and equal tokens taught less (tests/LOG.md)."""
         documents = [Text(text, [], turns=[])]
         for i in reversed(turns):  # a document that a turn adds may begin with turns before it
             turn = None
@@ -968,16 +944,10 @@ class Tokenizer:
         return documents
 
     def render_turn(self, messages, tools, i):
-        """The conversation up to turn i -> Text, with the span that the turn adds to its prompt, or None if
-        the template changes the prompt once it is answered."""
-        prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
+        """The conversation up to turn i, with its span. None if the template changes the prompt later."""
+        asked, _ = self.render(messages[:i], tools, generation_prompt=True)
         text, _ = self.render(messages[: i + 1], tools)
-        prompts = [prompt]
-        if opened := OPENED_THOUGHT.search(prompt):
-            # The turn may have another thought, or none: small Qwen3.5 models have an empty one in the
-            # prompt, and DeepSeek's distilled ones write none into the history.
-            prompts += [prompt[: opened.end(1)], prompt[: opened.start()]]
-        for prompt in prompts:
+        for prompt in Thoughts(asked).prompts:
             if text.startswith(prompt):
                 stop = len(text)
                 if text.rstrip().endswith(self.markers):
@@ -1041,7 +1011,7 @@ class Tokenizer:
 def span_in_place(text, turn):
     """The span of an answer in the whole conversation, if only an empty thought is left out, or None."""
     start, stop = turn.spans[0]
-    for thought in WHOLE_EMPTY_THOUGHT.finditer(turn.text):
+    for thought in Thoughts.empty.finditer(turn.text):
         plain = turn.text[: thought.start()] + turn.text[thought.end() : stop]
         if thought.start() <= start <= thought.end() and text.startswith(plain):
             return thought.start(), len(plain)
@@ -1049,15 +1019,15 @@ def span_in_place(text, turn):
 
 
 def tokens_in(encoding, spans, is_marker):
-    """[n] bool: the tokens that overlap a span, except a marker ([V] bool) that absorbed blanks before it."""
+    """Boolean mask of the tokens that overlap a span, without markers that swallowed blanks before them."""
     ids = encoding.ids
     offsets = encoding.offsets
     mask = np.zeros(len(ids), bool)
     for start, stop in spans:
-        # a character may belong to no token (a blank that a normalizer drops) or to several (an emoji)
+        # a character may be in no token (a blank that a normalizer drops) or in several (an emoji)
         first = bisect.bisect_right(offsets, start, key=lambda token: token[1])
         last = bisect.bisect_left(offsets, stop, key=lambda token: token[0])
-        # This token began before the span. Markers absorb blanks (lstrip), and an empty answer has none.
+        # this token began before the span: a marker that swallowed blanks (lstrip), or there is no answer
         if first < last and offsets[first][0] < start and (is_marker[ids[first]] or start == stop):
             first += 1
         mask[first:last] = True
@@ -1068,13 +1038,16 @@ def tokens_in(encoding, spans, is_marker):
 
 PAIR = "chosen + rejected"
 OF_CHATS = {"system", "tools", "functions", "chat_template_kwargs"}
-# {format: what its examples may have beside the keys of its name}: TRL's, ShareGPT's and Alpaca's names. The
-# first that fits counts, because pairs may have messages, too.
+# {format: (keys that it needs, keys that it may have)}. The first that fits counts: pairs may have messages.
 FORMATS = {
-    PAIR: OF_CHATS, "messages": OF_CHATS, "conversations": OF_CHATS, "prompt + completion": OF_CHATS,
-    "instruction + output": OF_CHATS | {"input", "history"}, "text": set(),
+    PAIR: ({"chosen", "rejected"}, OF_CHATS),
+    "messages": ({"messages"}, OF_CHATS),
+    "conversations": ({"conversations"}, OF_CHATS),
+    "prompt + completion": ({"prompt", "completion"}, OF_CHATS),
+    "instruction + output": ({"instruction", "output"}, OF_CHATS | {"input", "history"}),
+    "text": ({"text"}, set()),
 }
-KEYS = {*" + ".join(FORMATS).split(" + ")}.union(*FORMATS.values())
+KEYS = set().union(*(needs | may_have for needs, may_have in FORMATS.values()))
 # a prompt in text that stands beside one of these begins a conversation
 OF_CONVERSATIONS = OF_CHATS | {"history"}
 # Orca's and Alpaca's words for the prompt of a pair
@@ -1089,16 +1062,14 @@ CALL_ROLES = "function_call", "tool_call"  # whose content is a call
 # keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
 TOOLS_KEYS = "tools", "functions"  # OpenAI called tools functions first
-# the keys that are read of a message; a template may read more of them
+# the keys of a message that are read; a template may read more
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *TOOLS_KEYS, *THOUGHTS, *TRAINED_KEYS}
-# the types of OpenAI's parts of a content that are text
+# the types of OpenAI's content parts that are text
 TEXT_PARTS = "text", "input_text", "output_text", "refusal"
 
 
 def parse_example(given, tokenizer, columns=(), report=None):
-    """An example, a dict or a line of JSON, -> [Text]. columns: [(column, the key that it stands for)]. Notes
-    in the report what the start prints. Every error becomes a ValueError: values may have any type, or
-    endless brackets."""
+    """An example, a dict or a line of JSON, -> [Text]. columns: [(column, the key that it stands for)]."""
     report = report or FileReport()
     form = "JSON"  # for the message, until the format is known
     try:
@@ -1108,8 +1079,11 @@ def parse_example(given, tokenizer, columns=(), report=None):
             raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {lm.quoted(example)}")
         # a table has a cell for each column in every row: null stands for a key that is not there
         example = {key: value for key, value in example.items() if value is not None}
-        example, renamed = with_columns(example, columns)
-        example = from_openai(example)
+        present = {column: key for column, key in columns if column in example}
+        renamed = {key: example.pop(column) for column, key in present.items()}
+        if len(renamed) < len(present):
+            raise ValueError(f"--columns gives one key to two columns of this row: {', '.join(present)}")
+        example = from_openai(example | renamed)
         form = format_of(example, columns)
         if form == PAIR and tokenizer.train_on != "pairs":
             raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora")
@@ -1124,35 +1098,26 @@ def parse_example(given, tokenizer, columns=(), report=None):
             prompt, completions, others = read_pair(example)
             answers = [others | {"prompt": prompt, "completion": completion} for completion in completions]
         found = [one for answer in answers for one in read_example(answer, read_as, tokenizer, report)]
-        read = {*FORMATS[found[0].form], *read_as.split(" + ")}
+        needs, _ = FORMATS[read_as]
+        _, may_have = FORMATS[found[0].form]
+        read = needs | may_have
         if example.get("label") is True:
             read.add("label")  # see check_is_good()
         report.unread = sorted({*report.unread, *(answers[0].keys() - read)})[:MAX_UNREAD]
-        report.renamed = sorted({*report.renamed, *renamed})
+        report.renamed = sorted({*report.renamed, *present})
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in found]
         # the two answers of a pair are on one side of --eval_data
         return [one._replace(form=form, hash=hashes[0]) for one in found]
-    except Exception as error:
+    except Exception as error:  # values may have any type, or endless brackets
         raise ValueError(printable(f"not valid {form}: {str(error) or type(error).__name__}")) from error
 
 
-def with_columns(example, columns):
-    """-> (the example under the names of its keys, the columns that were renamed)."""
-    present = {column: key for column, key in columns if column in example}
-    renamed = {key: example[column] for column, key in present.items()}
-    if len(renamed) < len(present):
-        raise ValueError(f"--columns gives one key to two columns of this row: {', '.join(present)}")
-    others = {key: value for key, value in example.items() if key not in present}
-    return others | renamed, tuple(present)
-
-
 def format_of(example, columns):
-    """The first of FORMATS whose keys the example has."""
     wanted = {key for _, key in columns}
-    # Who renames columns wants these: many examples have messages, too, which would otherwise count first.
-    for form in sorted(FORMATS, key=lambda form: wanted.isdisjoint(form.split(" + "))):
-        if all(key in example for key in form.split(" + ")):
+    # formats of renamed columns first: many examples have messages, too
+    for form, (needs, _) in sorted(FORMATS.items(), key=lambda item: wanted.isdisjoint(item[1][0])):
+        if needs <= example.keys():
             return form
     raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got the keys "
                      f"{first_names(list(example), 20) or '(none)'}: --columns COLUMN=KEY renames them. "
@@ -1160,7 +1125,6 @@ def format_of(example, columns):
 
 
 def check_is_good(example):
-    """Raises a ValueError if an example says of itself that nobody should learn its answer."""
     for key in ("label", *TRAINED_KEYS):  # TRL's unpaired preferences have a label; a number in it is a class
         values = ["false"] if key == "label" else ["false", "0", "0.0"]  # csv has texts
         if str(example.get(key)).lower() in values:
@@ -1169,7 +1133,7 @@ def check_is_good(example):
 
 
 def from_openai(example):
-    """A pair as OpenAI has it -> the same under our keys: its `input` has the messages and the tools."""
+    """A pair of OpenAI's format, whose `input` has the messages and the tools, under our keys."""
     if not {"input", "preferred_output", "non_preferred_output"} <= example.keys():
         return example
     others = dict(example)
@@ -1184,26 +1148,16 @@ def read_pair(example):
     others = dict(example)
     prompt = text_or_turns(others.pop("prompt", ""), "prompt") or ""
     answers = [text_or_turns(others.pop(key), key) for key in ("chosen", "rejected")]
+    if not isinstance(prompt, list) and any(begins_with_question(answer) for answer in answers):
+        return *split_conversations(answers, prompt), others
     in_messages = any(isinstance(value, list) for value in (prompt, *answers))
     is_conversation = in_messages or any(others.get(key) for key in OF_CONVERSATIONS)
-    if prompt and not is_conversation:
-        return prompt, answers, others
-    equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
-    n = len(list(equal))  # messages, or of texts characters
-    common = answers[0][:n]
-    ends = [answer[n:] for answer in answers]
-    if not isinstance(prompt, list) and any(begins_with_question(answer) for answer in answers):
-        # beside whole conversations a prompt in text is a label: UltraFeedback's is the user's first message
-        contents = [str(message.get("content")) for message in common]
-        if not begins_with_question(common) or not any(prompt.strip() in content for content in contents):
-            what = f"'prompt' = {lm.quoted(prompt)}" if prompt else "the user's question"
-            raise ValueError(f"both answers begin with {n} equal messages, and {what} is in none of them")
-        return common, ends, others
-    if not prompt:
-        key = question_in(others, is_conversation)
-        if not key:
-            return common, ends, others
-        prompt = text_or_turns(others.pop(key), key)
+    question = None if prompt else question_in(others, is_conversation)
+    if question:
+        prompt = text_or_turns(others.pop(question), question)
+    elif not is_conversation:  # texts, of which the first may begin with the question
+        n = 0 if prompt else len(os.path.commonprefix(answers))  # noqa: RUF071
+        return prompt or answers[0][:n], [answer[n:] for answer in answers], others
     if isinstance(prompt, str):
         asked = others | {"instruction": prompt, "output": ""}
         prompt = messages_of(asked, "instruction + output")[:-1]
@@ -1212,8 +1166,21 @@ def read_pair(example):
     return prompt, answers, others
 
 
+def split_conversations(answers, prompt):
+    """Two whole conversations -> (the messages that begin both, the rest of each). prompt: UltraFeedback's
+    repeats the user's first message."""
+    equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
+    common = [message for message, _ in equal]
+    contents = [str(message.get("content")) for message in common]
+    if not begins_with_question(common) or not any(prompt.strip() in content for content in contents):
+        what = f"'prompt' = {lm.quoted(prompt)}" if prompt else "the user's question"
+        raise ValueError(f"both answers begin with {len(common)} equal messages, and {what} is in none of "
+                         "them")
+    return common, [answer[len(common) :] for answer in answers]
+
+
 def text_or_turns(value, key):
-    """A text as it is, a list of messages, also as JSON, by turns_of()."""
+    """A text, or a list of messages, also as JSON."""
     if isinstance(value, list) or are_messages(value):
         return turns_of(value, key)
     if not isinstance(value, str):
@@ -1230,24 +1197,21 @@ def are_messages(value):
 
 
 def begins_with_question(answer):
-    """Whether the first message of an answer, but for a system message, is the user's. A text has none."""
+    """Whether the first message of an answer, except system messages, is the user's. A text has none."""
     roles = [one["role"] for one in answer if isinstance(one, dict)]
     first = next((role for role in roles if role not in ("system", "developer")), None)
     return first in ("user", "human")
 
 
 def question_in(example, is_conversation):
-    """The key by which a pair without a prompt asks. None: its texts may begin with the question."""
+    """The key of the question in a pair without 'prompt'. None: its texts may begin with the question."""
     names = [key for key in QUESTION_KEYS if key in example]
     names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
     if len(names) == 1:
         return names[0]
-    fewest = 1 if is_conversation else 2  # words: the names of sources and models have one
-    for key, value in example.items():
-        text = json.dumps(value, separators=(",", ":"), default=str)
-        has_words = '"' in text and len(text.split()) >= fewest
-        if key not in {*FORMATS[PAIR], *names, "label"} and (has_words or are_messages(value)):
-            names.append(key)
+    # else whatever holds text may be the question: without it answers would be trained on for themselves
+    names = names or [key for key, value in example.items()
+                      if key not in OF_CHATS | {"label"} and '"' in json.dumps(value, default=str)]
     if names:
         name = names[0] if len(names) == 1 else "NAME"
         raise ValueError(f"no prompt, but {first_names(names, 5)}: --columns {name}=prompt has to say which "
@@ -1258,7 +1222,7 @@ def question_in(example, is_conversation):
 
 
 def read_example(example, form, tokenizer, report):
-    """A dict in one of FORMATS but PAIR -> [Text]. It may raise any error."""
+    """A dict in one of FORMATS, except PAIR, -> [Text]. It may raise any error."""
     if form == "text":
         return [Text(text_in(example, "text"))]
     if form == "prompt + completion" and isinstance(example["prompt"], str):
@@ -1293,12 +1257,10 @@ def read_example(example, form, tokenizer, report):
         unread |= {f"messages.content.{key}" for part in parts for key, value in part.items()
                    if value is not None and key not in ("type", "text", "refusal")}
     report.unread = sorted({*report.unread, *unread})[:MAX_UNREAD]
-    common = {"form": form, "is_chat": True, "opens_thought": tokenizer.opens_thought}
-    return [one._replace(is_further=i > 0, **common) for i, one in enumerate(texts)]
+    return [one._replace(form=form, is_chat=True, is_further=i > 0) for i, one in enumerate(texts)]
 
 
 def text_in(example, key):
-    """example[key], "" if it is not there. Raises a ValueError if it is no text."""
     value = example.get(key, "")
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text, got {lm.quoted(value)}")
@@ -1306,7 +1268,7 @@ def text_in(example, key):
 
 
 def json_in(value, kind, must):
-    """A dict or a list, maybe as JSON in a text: a csv file has only texts. must: words of an error."""
+    """A dict or a list, maybe as JSON: a csv file has only texts. must: words of an error."""
     found = from_json(value)
     if found is None and value is not None:  # json.dumps(None)
         return kind()
@@ -1316,7 +1278,7 @@ def json_in(value, kind, must):
 
 
 def from_json(value):
-    """A value, or what it says as JSON if it is text that says any."""
+    """Parses a text that is JSON; any other value stays."""
     with contextlib.suppress(ValueError):
         while isinstance(value, str):
             value = json.loads(value)
@@ -1324,7 +1286,7 @@ def from_json(value):
 
 
 def without_nulls(value, but=None):
-    """A value without keys whose value is null, at every depth, but for those inside of one key."""
+    """Removes keys whose value is null, at every depth, except inside of the key `but`."""
     if isinstance(value, list):
         return [without_nulls(item, but) for item in value]
     if not isinstance(value, dict):
@@ -1334,7 +1296,7 @@ def without_nulls(value, but=None):
 
 
 def read_tools(places):
-    """The tools of an example, or None. places: it and its messages, where GLM and DeepSeek have tools."""
+    """The tools of an example, or None. places: the example, and its messages (GLM's, DeepSeek's tools)."""
     must = "a tool of 'tools' must be an object"
     given = [from_json(place.get(key)) for place in places for key in TOOLS_KEYS]
     given = [tools for tools in given if tools]
@@ -1352,7 +1314,6 @@ def read_tools(places):
 
 
 def messages_of(example, form):
-    """The messages of an example, not yet checked."""
     messages = []
     if form == "prompt + completion":
         # answers in the prompt are not trained on
@@ -1379,7 +1340,7 @@ def messages_of(example, form):
 
 
 def turns_of(turns, key):
-    """A list of messages, which may be ShareGPT's -> the same with role and content. key: where it stands."""
+    """Gives ShareGPT's messages the keys role and content. key: of this list, for errors."""
     messages = []
     for turn in json_in(turns, list, f"{key!r} must be a list of messages"):
         if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
@@ -1393,7 +1354,7 @@ def turns_of(turns, key):
 
 
 def check_messages(messages, tools=None):
-    """Messages as transformers gives them to templates: no None, texts joined, calls of tools as objects."""
+    """Messages as templates expect them: no None, texts joined, calls of tools as objects."""
     if not messages:
         raise ValueError("no messages")
     functions = [tool.get("function", tool) for tool in tools or ()]
@@ -1411,10 +1372,9 @@ def check_messages(messages, tools=None):
 
 
 def check_message(message, schemas):
-    # Nulls in arguments may mean something. Else what is empty says nothing, but for an empty answer.
+    # nulls in arguments may mean something; otherwise only an empty answer does
     message = {key: value for key, value in without_nulls(message, but="arguments").items()
                if key == "content" or value not in ("", [], {}, "null")}
-    # calls of tools stand in several keys
     calls = json_in(message.pop("tool_calls", []), list, "'tool_calls' must be a list of objects")
     if message.get("role") in CALL_ROLES:  # one or several as JSON in place of a text
         content = from_json(message.pop("content", None))
@@ -1446,7 +1406,7 @@ def check_message(message, schemas):
 
 
 def text_of_part(part, must):
-    """The text of OpenAI's part of a content, {"type": "text", "text": ...}. must: words of an error."""
+    """The text of OpenAI's content part, {"type": "text", "text": ...}. must: words of an error."""
     if not isinstance(part, dict):
         raise ValueError(f"{must}, got a part {lm.quoted(part)}")
     kind = part.get("type", "text")
@@ -1458,12 +1418,11 @@ def text_of_part(part, must):
 
 
 def is_trained(message):
-    """Whether an answer is trained on, and not only context."""
     return all(message.get(key, 1) for key in TRAINED_KEYS)
 
 
 def read_call(call, schemas):
-    """A call of a tool, or its function alone, as objects or JSON -> a call with arguments as an object."""
+    """A call of a tool, or its function alone, also as JSON -> a call with arguments as an object."""
     must = "a call of a tool must be an object"
     call = json_in(call, dict, must)
     if "function" not in call:  # a function alone, as older formats have it
@@ -1479,7 +1438,7 @@ def read_call(call, schemas):
 
 
 def without_unnamed_nulls(value, schema):
-    """Arguments without nulls that only a table has put there: the tool's schema has no such parameter."""
+    """Removes arguments that are null, and that the tool does not have: a table has a cell for each name."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if isinstance(value, list) and isinstance(schema, dict):
         return [without_unnamed_nulls(item, schema.get("items")) for item in value]
@@ -1491,7 +1450,7 @@ def without_unnamed_nulls(value, schema):
 
 # ---------------- data files, tokenized once
 
-# The files of a folder in the cache: all tokens, which are trained on, and an entry for each document.
+# The files of a folder in the cache: all tokens, which of them are trained on, and an entry per document.
 DOCUMENT = np.dtype([
     ("length", np.int64),  # its number of tokens
     ("line", np.int64),  # where its example begins in the file
@@ -1504,8 +1463,8 @@ FILE_TYPES = "jsonl", "ndjson", "json", "csv", "parquet", "txt"
 EXPECTED = ("expected a .jsonl, .json, .csv or .txt file (or .gz of it), a .parquet file, a data set of the "
             "Hub (org/name, org/name:split, org/name/subset:split) or a folder of datasets' save_to_disk(), "
             "stdlib:docs or stdlib:code")
-READ_CHARS = 2**20  # as much text is tokenized at once: text in memory stays small
-MAX_TEXT_BYTES = 2**24  # a document is tokenized at once, which takes a hundred times as much memory
+READ_CHARS = 2**20  # text that is tokenized at once
+MAX_TEXT_BYTES = 2**24  # of a document: to tokenize it takes a hundred times as much memory
 MAX_UNREAD = 100  # names of keys in a report: each line of a file may have other ones
 NOTHING_SAID = "have answers of nothing but their ends: dropped"
 # folders of the standard library that stdlib_modules() leaves out
@@ -1516,7 +1475,7 @@ SKIPPED = {
 
 
 def files_matching(names):
-    """The values of --data or --eval_data, in which the sorted files of a pattern replace it."""
+    """The values of --data or --eval_data, with patterns replaced by their sorted files."""
     found = []
     for name in names:
         files = [] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
@@ -1525,9 +1484,7 @@ def files_matching(names):
 
 
 def files_of(name, revisions):
-    """A value of --data -> (one of FILE_TYPES, or "arrow", or the name itself if it is BUILT_IN; the paths of
-    its files in order). A data set of the Hub is fetched, unless a file has its name. revisions: see
-    tokenized()."""
+    """A value of --data -> (one of FILE_TYPES, "arrow" or BUILT_IN, its files, fetched if on the Hub)."""
     if name in BUILT_IN:
         return name, []
     path = Path(name)
@@ -1542,7 +1499,7 @@ def files_of(name, revisions):
     if not is_hub_name and not is_saved_set(name):
         problem = f"a folder: give '{name}/*.jsonl', in quotes" if path.is_dir() else "no such file"
         raise ValueError(f"{name}: {problem}; {EXPECTED}")
-    key = f"datasets/{name}"  # as the Hub tells data sets from models
+    key = f"datasets/{name}"  # a model may have the same name
     paths, commit = arrow_files(name, revisions.get(key))
     if commit:
         revisions[key] = commit
@@ -1550,8 +1507,7 @@ def files_of(name, revisions):
 
 
 def examples_in(file_type, paths, held_out):
-    """Yields (line, example) for the files of a value of --data: a dict, or a line of JSON. All errors become
-    ValueErrors: some of gzip, pyarrow and datasets are OSErrors, as if the cache could not be written."""
+    """Yields (line, example) for the files of a value of --data: a dict, or a line of JSON."""
     try:
         if file_type in BUILT_IN:
             yield from enumerate(stdlib_examples(file_type, held_out), 1)
@@ -1560,15 +1516,14 @@ def examples_in(file_type, paths, held_out):
                 yield from enumerate(table_examples(path, file_type), 1)
             else:
                 yield from text_examples(path, file_type)
-    except Exception as error:
+    except Exception as error:  # some of gzip's, pyarrow's and datasets' are OSErrors, as if of the cache
         why = listing([str(error) or repr(error)])
         raise ValueError(f"cannot be read as {file_type}: {why}") from error
 
 
 def text_examples(path, file_type):
-    """Yields (line, example) for a file of text."""
     opener = gzip.open if path.suffix.lower() == ".gz" else open
-    # Bytes that are not UTF-8 become surrogates, for which hash_of_text() refuses the example that has them.
+    # bytes that are not UTF-8 become surrogates, which hash_of_text() refuses
     with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
         head = file.read(4096)
         if "\0" in head:  # every second byte of English in UTF-16 is one
@@ -1589,8 +1544,8 @@ def text_examples(path, file_type):
 
 def csv_examples(file):
     """Yields (line, example) for a csv file. Its first row names the columns, an empty field has no value."""
-    csv.field_size_limit(MAX_TEXT_BYTES)  # a text is one field, and the limit is 128 KiB by default
-    # strict: or a quote that is never closed would make one field of all that follows
+    csv.field_size_limit(MAX_TEXT_BYTES)  # a field is a whole text, and the default limit is 128 KiB
+    # strict: a quote that is never closed would make one field of all that follows
     reader = csv.reader(file, strict=True)
     header = None
     line = 1  # the first one of an example, which may have several
@@ -1610,7 +1565,7 @@ def csv_examples(file):
 
 
 def table_examples(path, file_type):
-    """Yields the examples in a parquet or Arrow file, without nulls: a table has one type a column."""
+    """Yields the examples of a parquet or Arrow file, without the nulls of its columns' types."""
     if file_type == "arrow":
         import datasets
 
@@ -1621,7 +1576,7 @@ def table_examples(path, file_type):
             import pyarrow.parquet
         except ImportError as error:
             raise ValueError(f"pip install pyarrow ({error})") from error
-        # By default pyarrow reads row groups whole: a file of 145 MiB took 237 MiB of memory, and so 44.
+        # by default pyarrow reads whole row groups: a file of 145 MiB took 237 MiB of memory, so it takes 44
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
         batches = table.iter_batches(100, use_threads=False)
     for batch in batches:
@@ -1630,7 +1585,7 @@ def table_examples(path, file_type):
 
 
 def stdlib_examples(file_type, held_out):
-    """Yields what is trained on, or the one example in twenty that is held out for --eval_data."""
+    """Yields the examples to train on, or one in twenty that is held out for --eval_data."""
     for name, text in stdlib_modules():
         examples = [{"text": text}] if file_type == "stdlib:code" else stdlib_questions(name, text)
         for i, example in enumerate(examples):
@@ -1639,7 +1594,6 @@ def stdlib_examples(file_type, held_out):
 
 
 def stdlib_modules():
-    """Yields (module path, source) of the installed Python's standard library, in a fixed order."""
     root = Path(os.__file__).parent
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
@@ -1649,7 +1603,6 @@ def stdlib_modules():
 
 
 def stdlib_questions(name, text):
-    """Yields an example per documented public function: its signature asks, its docstring answers."""
     module = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     scopes = [(module, ast.parse(text))]
     for prefix, scope in scopes:  # the loop also visits the classes that it appends
@@ -1664,11 +1617,10 @@ def stdlib_questions(name, text):
 
 
 def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
-    """The folder in the cache with the documents of a value of --data, made if it is missing or damaged. Its
-    name is a hash of all that tokens depend on, data.py included: a fork may read files in another way.
-    revisions: {name on the Hub: commit} of the run that is resumed, to which the commits of others are
-    added."""
+    """The folder in the cache with the documents of a value of --data, made if it is missing or damaged.
+    revisions: {name on the Hub: commit} of a run that is resumed. The commits of other names are added."""
     file_type, paths = files_of(spec, {} if revisions is None else revisions)
+    # its name is a hash of all that tokens depend on, data.py included: a fork may read files in another way
     contents = [sha256_of(path) for path in (__file__, *paths)]
     versions = sys.version, tokenizers.__version__, jinja2.__version__
     made_of = json.dumps([contents, file_type, held_out, columns, tokenizer.made_of, versions])
@@ -1685,7 +1637,7 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     try:
         with writing(f"{spec}: {cache} (XDG_CACHE_HOME can name another folder)", "tokens"):
             cache.mkdir(parents=True, exist_ok=True)
-            # a place of this process alone: other jobs may be making the same folder
+            # in a folder of this process alone: other jobs may be making the same one
             with tempfile.TemporaryDirectory(dir=cache) as place:
                 unfinished = Path(place) / "documents"  # `place` itself is for this user's eyes only
                 unfinished.mkdir()
@@ -1705,7 +1657,6 @@ def sha256_of(path):
 
 
 def read_report(folder):
-    """report.json of a folder in the cache -> FileReport. A ValueError if it is not as it was written."""
     content = read_json(folder / "report.json")
     if content != with_checksum(content):
         raise ValueError(f"{folder / 'report.json'}: damaged")
@@ -1713,33 +1664,31 @@ def read_report(folder):
 
 
 def checksums_of(folder):
-    """{name: its crc_of()} of ARRAYS in a folder, on several cores: zlib lets other threads run."""
     with ThreadPoolExecutor() as threads:
         return dict(zip(ARRAYS, threads.map(crc_of, (folder / name for name in ARRAYS))))
 
 
 @dataclass
 class FileReport:
-    """What tokenizing a file has found. report.json in the cache has these fields."""
+    """What tokenizing a file has found, with the fields of report.json."""
 
-    n_examples: int = 0  # blank lines are none
+    n_examples: int = 0
     n_bad: int = 0  # examples that could not be read
-    errors: str = ""  # what is wrong with them, up to five kinds of errors, a line each
+    errors: str = ""  # what is wrong with them: up to five different errors, a line each
     formats: dict = field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
-    notes: dict = field(default_factory=Counter)  # {what the start says of examples: the number of them}
+    notes: dict = field(default_factory=Counter)  # {what the start prints: the number of examples}
     renamed: list = field(default_factory=list)  # columns of --columns that an example has
     unread: list = field(default_factory=list)  # keys that an example has and its format does not read
     new_ids: list = field(default_factory=list)  # tokens of --add_tokens that occur
     n_tokens: int = 0
     n_further: int = 0  # further documents, and the tokens in them
     n_further_tokens: int = 0
-    largest_id: int = 0  # the largest token id that occurs
+    largest_id: int = 0  # of a token
     checksums: dict = field(default_factory=dict)  # see checksums_of()
     checksum: int = 0  # covers the fields above
 
     def note(self, text, n=1):
-        """Counts n more of something that the start prints."""
         if n:
             self.notes[text] += int(n)
 
@@ -1748,8 +1697,8 @@ class FileReport:
 
 
 def tokenize(examples, tokenizer, folder, columns):
-    """Writes what examples_in() yields as ARRAYS and report.json. A ValueError if there are no tokens."""
-    report = FileReport()  # all functions below add to it what they find
+    """Writes ARRAYS and report.json of (line, example). A ValueError if there are no tokens."""
+    report = FileReport()  # the functions below add what they find
     examples = tqdm(examples, "tokenizing", leave=False, disable=None)
     examples = read_examples(examples, tokenizer, columns, report)
     while some := take(examples, READ_CHARS):
@@ -1758,8 +1707,20 @@ def tokenize(examples, tokenizer, folder, columns):
         for line, texts in some:
             encoded_here = [(one, *next(encoded)) for one in texts]
             documents += documents_of(line, encoded_here, tokenizer, report)
-        if documents:
-            append(documents, folder, tokenizer, report)
+        if not documents:
+            continue
+        ids, masks, entries = zip(*documents)
+        tokens = np.concatenate(ids)
+        report.n_tokens += len(tokens)
+        report.largest_id = max(report.largest_id, int(tokens.max(initial=0)))
+        if tokenizer.new_ids:
+            new_ids = np.intersect1d(tokens, tokenizer.new_ids)
+            report.new_ids = sorted({*report.new_ids, *new_ids.tolist()})
+        table = np.array(list(entries), DOCUMENT)  # numpy wants a list of tuples
+        arrays = {"tokens": tokens, "supervised": np.concatenate(masks), "documents": table}
+        for name, values in arrays.items():
+            with open(folder / name, "ab") as file:
+                file.write(values)
     if not report.n_tokens:
         raise ValueError(f"nothing to train on{report.note_lines()}{report.errors}")
     report.checksums = checksums_of(folder)
@@ -1767,7 +1728,7 @@ def tokenize(examples, tokenizer, folder, columns):
 
 
 def read_examples(examples, tokenizer, columns, report):
-    """(line, example) -> yields (line, [Text]) of those that can be read. A ValueError if 20 are all bad."""
+    """Yields (line, [Text]) of examples that can be read. A ValueError if the first 20 are all bad."""
     for line, example in examples:
         if isinstance(example, str) and not example.strip():
             continue
@@ -1776,7 +1737,6 @@ def read_examples(examples, tokenizer, columns, report):
             texts = parse_example(example, tokenizer, columns, report)
         except ValueError as error:
             report.n_bad += 1
-            # five copies of one long message would fill a screen
             if report.errors.count("\n") < 5 and str(error) not in report.errors:
                 report.errors += f"\n  line {line}: {error}"
             if report.n_bad == report.n_examples == 20:
@@ -1795,7 +1755,7 @@ def read_examples(examples, tokenizer, columns, report):
 
 
 def take(examples, n_chars):
-    """A list of the next (line, [Text]) with about this much text."""
+    """The next (line, [Text]) with about this much text."""
     some = []
     n_taken = 0
     for line, texts in examples:
@@ -1807,7 +1767,7 @@ def take(examples, n_chars):
 
 
 def documents_of(line, encoded, tokenizer, report):
-    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], but not empty or equal answers."""
+    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without empty or equal answers."""
     is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in encoded]
     if encoded[0][0].form == PAIR:
         _, (ids, other_ids), (mask, other_mask) = zip(*encoded)
@@ -1823,58 +1783,26 @@ def documents_of(line, encoded, tokenizer, report):
             report.note(NOTHING_SAID)
             continue
         documents.append((ids, mask, (len(ids), line, text.hash)))
-        note_answers(text, ids, mask, tokenizer, report)
+        if text.is_further:
+            report.n_further += 1
+            report.n_further_tokens += len(ids)
+        if text.is_chat:
+            # the last trained token of a turn should be a marker, or a newline behind one
+            ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # trained, and the next token is not
+            is_marker = tokenizer.is_marker[ids]
+            report.note("assistant turns end without a special token: the model cannot learn to stop",
+                        (~(is_marker[ends] | is_marker[ends - 1])).sum())
     return documents
 
 
-def note_answers(text, ids, mask, tokenizer, report):
-    """Counts what a user should know of a document's answers. mask: [n] bool, the tokens to train on."""
-    if text.is_further:
-        report.n_further += 1
-        report.n_further_tokens += len(ids)
-    if not text.is_chat:
-        return
-    # The last trained token of a turn should be a marker, or the token before it, if a newline follows that.
-    ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # a trained token before one that is not
-    is_marker = tokenizer.is_marker[ids]
-    report.note("assistant turns end without a special token: the model cannot learn to stop",
-                (~(is_marker[ends] | is_marker[ends - 1])).sum())
-    forgets = "training on them teaches the model to stop reasoning in its default mode"
-    if "enable_thinking" in tokenizer.template_reads:
-        forgets += "; --template_args enable_thinking=false puts the empty thought into the prompt"
-    for start, stop in text.spans or ():
-        if EMPTY_THOUGHT.match(text.text, start, stop):
-            report.note(f"answers begin with an empty thought: {forgets}")
-        if "<think>" in text.text[start:stop].rpartition("</think>")[2]:
-            report.note("answers begin a thought that never ends: <think> without </think>")
-        if text.opens_thought and "</think>" not in text.text[start:stop]:
-            report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}")
-
-
-def append(documents, folder, tokenizer, report):
-    """Adds documents, [(ids, mask, entry of DOCUMENT)], to the files in a folder."""
-    ids, masks, entries = zip(*documents)
-    tokens = np.concatenate(ids)
-    report.n_tokens += len(tokens)
-    report.largest_id = max(report.largest_id, int(tokens.max(initial=0)))
-    if tokenizer.new_ids:
-        new_ids = np.intersect1d(tokens, tokenizer.new_ids)
-        report.new_ids = sorted({*report.new_ids, *new_ids.tolist()})
-    table = np.array(list(entries), DOCUMENT)  # numpy wants a list of tuples
-    arrays = {"tokens": tokens, "supervised": np.concatenate(masks), "documents": table}
-    for name, values in arrays.items():
-        with open(folder / name, "ab") as file:
-            file.write(values)
-
-
 def says_anything(tokenizer, ids):
-    """Whether tokens are more than ends of turns and blanks."""
+    """Whether there are other tokens than ends of turns and blanks."""
     others = ids[~tokenizer.is_marker[ids]]
     return any(tokenizer.core.decode([number], skip_special_tokens=False).strip() for number in others)
 
 
 def hash_of_text(text):
-    """A number from 0 to HASHES - 1 by which --eval_data SHARE holds an example out: by its text alone."""
+    """A number from 0 to HASHES - 1, by which --eval_data SHARE holds an example out."""
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
@@ -1898,14 +1826,11 @@ class Refused(ValueError):
 
 
 def arrow_files(name, revision):
-    """A data set of the Hub, or a folder that is_saved_set() -> (the paths of its Arrow files, its commit or
-    None). The library knows splits, subsets, gated sets and its cache. revision: None for the newest
-    commit."""
+    """A data set of the Hub, or a folder that is_saved_set() -> (its Arrow files, its commit or None)."""
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{name}: no such file; a data set needs a package: pip install datasets "
-                         f"({error})") from error
+        raise ValueError(f"{name}: no such file; for a data set: pip install datasets ({error})") from error
 
     def fetch():
         parts = HUB_NAME.fullmatch(name)
@@ -1930,16 +1855,15 @@ def arrow_files(name, revision):
     except Exception as error:  # its HTTP library has others, which another version does not have
         raise ValueError(f"{name}: {listing([' '.join(str(error).split())])}; {EXPECTED}") from error
     paths = [Path(file["filename"]) for file in data_set.cache_files]
-    # The library keeps each commit's files in a folder with its name. Without the Hub it takes any.
+    # The library names a folder of its cache after the commit. Without the Hub it takes any commit.
     commit = re.fullmatch(r"[0-9a-f]{40}", paths[0].parent.name) if paths else None
     if revision and (not commit or commit[0] != revision):
-        raise ValueError(f"{name}: this run began with its commit {revision}, which is neither on the Hub "
-                         "nor on this machine any more")
+        raise ValueError(f"{name}: the run began with commit {revision}, which is gone, here and on the Hub")
     return paths, commit and commit[0]
 
 
 def is_saved_set(name):
-    """Whether a value of --data is FOLDER or FOLDER:SPLIT of datasets' save_to_disk()."""
+    """Whether --data is FOLDER or FOLDER:SPLIT of datasets' save_to_disk()."""
     folder = Path(name.partition(":")[0])
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
@@ -1965,7 +1889,7 @@ def from_hub(function):
 
 # ---------------- documents
 
-# A part is as much of a document as fits into a row. Its first token is no target.
+# A part is the piece of a document that goes into one row. Its first token is no target.
 PART = np.dtype([
     ("file", np.int64),  # the number of its file
     ("start", np.int64),  # its first token
@@ -1977,13 +1901,13 @@ PART = np.dtype([
 
 
 class DataFile(NamedTuple):
-    """A file of --data in a run, with counts that depend on the run's flags."""
+    """A file of --data, with counts that depend on the flags of a run."""
 
     name: str
     report: FileReport
     tokens: np.ndarray  # [n] int32, mapped from the cache
     supervised: np.ndarray  # [n] bool, mapped
-    overflow: str = "split"  # what becomes of long documents: split, drop or truncate
+    overflow: str = "split"  # of long documents: split, drop or truncate
     n_long: int = 0  # documents of more than --seq_len positions
     longest: int = 0  # positions of the longest document
     n_untrained: int = 0  # documents without a supervised token
@@ -1998,7 +1922,7 @@ class Documents:
         self.files = files
         self.parts = parts
         self.has_pairs = any(PAIR in file.report.formats for file in files)
-        # A resume compares it: the checksums stand for every token and mask, and other columns train nothing
+        # A resume compares this. Checksums of files stand for every token and mask.
         checksums = [[file.report.checksums.get(name) for name in ("tokens", "supervised")] for file in files]
         trained = [parts[name].tobytes() for name in ("file", "start", "stop")]
         self.checksum = zlib.crc32(json.dumps(checksums).encode() + b"".join(trained))
@@ -2011,23 +1935,20 @@ class Documents:
         return file.tokens[tokens], file.supervised[tokens]
 
     def n_examples(self):
-        """How many examples the parts are from."""
         return len(np.unique(self.parts[["file", "line"]]))
 
     def place(self, number):
-        """The "FILE:LINE" of a part."""
         part = self.parts[number]
         return f"{self.files[part['file']].name}:{part['line']}"
 
 
 def n_positions_of(parts):
-    """What parts need in a row, [n]: the last token of each is only a target."""
+    """Positions of parts in a row, [n]: the last token is only a target."""
     return parts["stop"] - parts["start"] - 1
 
 
 def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, hashes=range(HASHES)):
-    """Folders of the cache -> Documents of the examples with these hashes. overflow: what becomes of
-    documents of more than seq_len positions; None splits texts and drops the others."""
+    """Folders of the cache -> Documents of the examples with these hashes."""
     files = []
     tables = []
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
@@ -2054,7 +1975,6 @@ def open_file(folder, name, seq_len, overflow):
     n_together = 2 if PAIR in report.formats else 1
     n_positions = (documents["length"] - 1).reshape(-1, n_together).sum(1)
     document, parts = parts_of(documents, np.repeat(n_positions, n_together), seq_len, overflow)
-    # a first token is not predicted
     parts["n_targets"] = [np.count_nonzero(supervised[start + 1 : stop])
                           for start, stop in zip(parts["start"], parts["stop"])]
     used = np.flatnonzero(parts["n_targets"])  # the rest would only make rows longer
@@ -2071,9 +1991,7 @@ def open_file(folder, name, seq_len, overflow):
 
 
 def parts_of(documents, n_positions, seq_len, overflow):
-    """[n] DOCUMENT -> (each part's document, the parts, with n_targets still 0). A part begins with the last
-    token of the part before it, there a target and here an input. n_positions: of a document, or of a
-    pair."""
+    """[n] DOCUMENT -> (each part's document, the parts). n_positions: [n], of both documents of a pair."""
     length = documents["length"]
     n_parts = np.ones(len(length), np.int64)  # also for "truncate", which takes the first part
     if overflow == "split":
@@ -2085,6 +2003,7 @@ def parts_of(documents, n_positions, seq_len, overflow):
     nth = np.arange(len(document)) - first_part[document]  # 0, 1, ... within a document
     end = np.cumsum(length)
     parts = np.zeros(len(document), PART)
+    # it begins with the last token of the part before it, which is a target there and an input here
     parts["start"] = (end - length)[document] + nth * seq_len
     parts["stop"] = np.minimum(parts["start"] + seq_len + 1, end[document])
     parts["line"] = documents["line"][document]
@@ -2096,7 +2015,7 @@ def check_file(file, seq_len, vocab_size):
     """Raises a ValueError if a file has too many bad examples, too few targets, or another model's tokens."""
     report = file.report
     why = None
-    if report.n_bad > 0.01 * report.n_examples:  # a few bad lines are usual, more are a mistake
+    if report.n_bad > 0.01 * report.n_examples:  # a few bad lines are usual
         why = f"{report.n_bad:,} of {report.n_examples:,} examples cannot be trained on:{report.errors}"
     elif report.largest_id >= vocab_size:
         why = f"token {report.largest_id} of {vocab_size} embeddings: the tokenizer belongs to another model"
@@ -2105,10 +2024,9 @@ def check_file(file, seq_len, vocab_size):
         why = (f"nothing to train on: of {n_examples}, {file.n_long} are longer than "
                f"--seq_len {seq_len} (longest: {file.longest} tokens) and {file.n_untrained} have no trained "
                f"token{report.note_lines()}")
-    # Then the template or the masks are wrong. Further documents repeat what stands before their answers.
+    # The template or the masks are wrong. Further documents repeat the text before their answers.
     elif file.n_trained < 0.01 * file.n_tokens * (1 - report.n_further_tokens / report.n_tokens):
-        why = (f"only {file.n_trained:,} of {file.n_tokens:,} tokens are trained on: "
-               "look at it with --inspect 3")
+        why = f"only {file.n_trained:,} of {file.n_tokens:,} tokens are trained on: look with --inspect 3"
     if why:
         raise ValueError(f"{file.name}: {why}")
 
@@ -2117,7 +2035,7 @@ def check_file(file, seq_len, vocab_size):
 
 
 def pack_rows(lengths, seq_len):
-    """Best-fit decreasing: lengths -> rows of document numbers, each where it leaves the least room."""
+    """Best-fit decreasing: lengths -> rows of document numbers. Each goes where it leaves the least room."""
     rows = defaultdict(list)  # {row number: its documents}
     rows_with = defaultdict(list)  # {free positions: heap of the numbers of rows with that many}
     rows_with[seq_len] = list(range(len(lengths)))  # empty rows, enough for a document each
@@ -2138,7 +2056,7 @@ def pack_rows(lengths, seq_len):
 
 def pack_spans(pairs, n_tokens):
     """[(start, stop)] -> Spans on the CPU. A plain batch, whose rows are a document each, needs no bounds."""
-    # documents, and the padding between and behind them, each up to the next bound
+    # documents and the padding between them, each up to the next bound
     bounds = torch.tensor(sorted({0, n_tokens, *itertools.chain(*pairs)}), dtype=torch.int32)
     longest = int(bounds.diff().max())
     if len(bounds) - 1 == len(pairs) and len(pairs) * longest == n_tokens:
@@ -2170,9 +2088,9 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Deals out rows of documents, in another random order in each epoch. Row g of a step is in micro-batch g
-    // (B * world) of rank g // B % world. Under sequence_parallel a "rank" is a group of so many ranks, each
-    with a shard of the group's tokens.
+    """Yields batches of packed rows, reshuffled every epoch. Row g of a step is in micro-batch g // (B *
+    world) of rank g // B % world. Under sequence_parallel a "rank" is a group of ranks, each with a shard of
+    the group's tokens.
 
     rows: the numbers of each row's parts, see Documents. per_row: lm.Counts of arrays, a number a row.
     longest: positions of the longest row in a batch."""
@@ -2187,7 +2105,7 @@ class Loader:
         self.rank, self.shard = divmod(rank, sequence_parallel)
         self.world = world // sequence_parallel
         self.waited_s = 0.0  # seconds that ahead() let its caller wait
-        # of two epochs, as a step may reach into the next; a decorator would keep every loader in memory
+        # two epochs, because a step may reach into the next; a decorator would keep every loader in memory
         self.order = functools.lru_cache(maxsize=2)(self.make_order)
 
         parts = documents.parts
@@ -2202,17 +2120,14 @@ class Loader:
             packed = pack_rows(n_positions[units].sum(1), seq_len)
             self.rows = [units[numbers].flatten() for numbers in packed]
 
-        # sums of what parts have, from each row's first part to the next row's
-        n_parts = np.array([len(row) for row in self.rows])
-        first_part = np.cumsum(n_parts) - n_parts
-        numbers = np.stack([parts["n_targets"], n_positions, n_positions**2, n_terms])
-        row_by_row = numbers[:, np.concatenate(self.rows)]
-        self.per_row = lm.Counts(*np.add.reduceat(row_by_row, first_part, axis=1))
+        row_of = np.repeat(np.arange(len(self.rows)), [len(row) for row in self.rows])
+        in_rows = np.concatenate(self.rows)  # the parts of row_of
+        columns = parts["n_targets"], n_positions, n_positions**2, n_terms
+        self.per_row = lm.Counts(*(np.bincount(row_of, column[in_rows]).astype(int) for column in columns))
         self.longest = seq_len if packing else int(self.per_row.tokens.max())
 
     def make_order(self, epoch):
-        """The row numbers in the order of an epoch. A run's largest row comes first: memory runs out at step
-        0."""
+        """The row numbers of an epoch. A run's largest row comes first: memory runs out at step 0."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         if epoch == 0:
             # the one with the most targets; if not packed, the longest first (lexsort's last key)
@@ -2236,18 +2151,17 @@ class Loader:
     def step(self, step, grad_accum):
         """-> (this rank's micro-batches, the lm.Counts of the global batch)."""
         numbers, numbers_by_batch = self.rows_of(step, grad_accum)
-        # every rank counts the rows of all ranks, so no rank has to ask for the others' numbers
+        # every rank counts the rows of all ranks, so that they need not communicate
         counts = lm.Counts(*(int(column[numbers].sum()) for column in self.per_row))
         return [self.batch(batch_numbers) for batch_numbers in numbers_by_batch], counts
 
     def places(self, step, grad_accum):
-        """["FILE:LINE"] of what is in this rank's rows of a step."""
         _, numbers_by_batch = self.rows_of(step, grad_accum)
         return [self.documents.place(part) for numbers in numbers_by_batch for number in numbers
                 for part in self.rows[number]]
 
     def ahead(self, start, stop, grad_accum):
-        """Yields step(start), ... step(stop - 1). A thread makes the next one while the caller trains."""
+        """Yields step(start) to step(stop - 1). A thread makes the next one while the caller trains."""
         with ThreadPoolExecutor(1) as thread:
             future = thread.submit(self.step, start, grad_accum)
             for step in range(start, stop):
@@ -2267,9 +2181,8 @@ class Loader:
             yield self.batch(range(start, min(start + B, n_rows)))
 
     def batch(self, row_numbers):
-        """Row numbers -> Batch on the CPU, of one padding token without any: all ranks run equally many
-        batches."""
-        B = max(len(row_numbers), 1)
+        """Row numbers -> Batch on the CPU."""
+        B = max(len(row_numbers), 1)  # without rows one padding token: all ranks run equally many batches
         T = self.seq_len  # always the same if packed, so that torch.compile sees one shape
         if not self.packing:
             T = int(self.per_row.tokens[list(row_numbers)].max(initial=1))
@@ -2302,7 +2215,7 @@ class Loader:
 
 
 def share_of(eval_data):
-    """The values of --eval_data -> the fraction or number of examples to hold out, None if it names files."""
+    """--eval_data -> the fraction or number of examples to hold out, None if it names files."""
     numbers = []
     for word in eval_data or ():
         with contextlib.suppress(ValueError):  # a file
@@ -2319,9 +2232,7 @@ def share_of(eval_data):
 
 
 def held_out_hashes(share, folders):
-    """The range of hashes to hold out of the files in these folders of the cache. The side of an example
-    depends on its text alone: copies are on one side, and with a fraction rows that are appended move no
-    others."""
+    """The range of hashes to hold out. A hash is of a text: copies are on one side, new rows move none."""
     if share is None:
         return range(0)
     if share < 1:
@@ -2335,7 +2246,6 @@ def held_out_hashes(share, folders):
 
 
 def make_loader(args, specs, folders, hashes, vocab_size, ranks):
-    """The Loader of the examples with these hashes, of files that are in the cache."""
     documents = open_documents(folders, specs, args.seq_len, args.overflow, vocab_size, hashes)
     if not len(documents.parts):
         purpose = "train" if hashes.start else "evaluate"
@@ -2346,8 +2256,7 @@ def make_loader(args, specs, folders, hashes, vocab_size, ranks):
 
 
 def unused_tokens(tokenizer, files):
-    """The tokens of --add_tokens that are in no file. A ValueError if all are: the data spell them
-    otherwise."""
+    """The tokens of --add_tokens that are in no file. A ValueError if no token is in any."""
     used = {number for file in files for number in file.report.new_ids}
     unused = [tokenizer.core.id_to_token(number) for number in tokenizer.new_ids if number not in used]
     if unused and not used:
@@ -2370,10 +2279,9 @@ def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
     every = ranks.gather(folders)  # for each rank: empty but for the first one of a machine
     folders = every[ranks.rank - ranks.local]
     with ranks.agree():
-        # Ranks with other tokens would train on other rows than rank 0 counts.
+        # ranks with different tokens would train on other rows than rank 0 counts
         if [folder.name for folder in folders] != [folder.name for folder in every[0]]:
-            raise ValueError(f"--data: {os.uname().nodename} has other files or package versions "
-                             "than rank 0's machine")
+            raise ValueError(f"--data: {os.uname().nodename} has other files or packages than rank 0 has")
         eval_folders = folders[len(args.data) :]
         folders = folders[: len(args.data)]
         held_out = held_out_hashes(share, folders)
@@ -2385,7 +2293,7 @@ def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
         elif args.eval_data:
             eval_loader = make_loader(args, args.eval_data, eval_folders, range(HASHES), vocab_size, ranks)
             files = files + eval_loader.documents.files
-        # one file may lack a column of --columns that another one has, but one that is nowhere is misspelled
+        # a file may lack a column of --columns; one that no file has is misspelled
         renamed = {column for file in files for column in file.report.renamed}
         unknown = {column for column, _ in args.columns or ()} - renamed
         if unknown:
@@ -2395,7 +2303,7 @@ def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
 
 
 def show(tokenizer, documents, number):
-    """A document as text, with brackets around the tokens that are trained on."""
+    """A document as text, with brackets around trained tokens."""
     ids, supervised = documents.part(number)
     text = ""
     for is_trained, run in itertools.groupby(range(len(ids)), lambda i: bool(supervised[i]) and i > 0):
@@ -2405,7 +2313,6 @@ def show(tokenizer, documents, number):
 
 
 def print_data(args, loader, eval_loader, tokenizer):
-    """Prints what was read, what was dropped and why, and the first --inspect documents."""
     files = loader.documents.files
     for file in files:
         print_file(file)
@@ -2441,7 +2348,6 @@ def print_rows(loader):
 
 
 def print_file(file):
-    """Prints what a file has, and each way in which examples were lost, if any were."""
     report = file.report
     formats = ", ".join(form for form in FORMATS if form in report.formats)
     say(f"{file.name}: {count_of(report.n_examples, 'examples')} ({formats})")
@@ -2486,7 +2392,6 @@ class Preset(NamedTuple):
     further: dict = {}  # other keys and values of its config.json
 
     def config(self):
-        """The dict of a config.json."""
         config = {
             "_name_or_path": self.hub_id, "model_type": self.model_type, "vocab_size": self.V,
             "hidden_size": self.D, "intermediate_size": self.F, "num_hidden_layers": self.layers,
@@ -2504,7 +2409,6 @@ LLAMA_3_1_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# what the models of a family have in common
 LLAMA_2 = functools.partial(Preset, model_type="llama", V=32000, K=128, positions=4096, theta=1e4)
 LLAMA_3 = functools.partial(Preset, model_type="llama", V=128256, K=128, positions=8192, theta=5e5)
 LLAMA_3_1 = functools.partial(LLAMA_3, positions=131072, rope=LLAMA_3_1_ROPE)
@@ -2559,10 +2463,10 @@ PRESETS = {name: preset.config() for name, preset in SHAPES.items()}  # {name: d
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-# Weights that the model does not have, and a whole result gets as they are: vision towers, what leads from
-# them to the decoder, and Qwen3.5's block that predicts two tokens at once.
+# Weights outside of the model, which are copied to a whole result: vision towers, their projectors, and
+# Qwen3.5's block that predicts two tokens at once.
 COPIED_PREFIXES = ("model.visual.", "mtp.", "model.vision_", "model.multi_modal_projector.")
-# {names in files of Mistral 3, or of transformers' AutoModel: those of modules, as everywhere but in Stored}
+# {prefix in files of Mistral 3, or of transformers' AutoModel: that of the modules}
 OLD_PREFIXES = {
     "language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.",
     "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector.",
@@ -2581,14 +2485,14 @@ TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
 #   the name of a preset                  random weights of its shape
 #   an id on the Hub                      this model, downloaded                this adapter, downloaded
 #
-# find_result() finds folders before a download, because an adapter decides which other flags make sense.
+# find_result() looks for folders before any download, because an adapter decides which flags make sense.
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"  # its key for the base
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # {flag: (the file by which a folder is known, the weights that are downloaded)}
 FOLDERS = {
-    # consolidated.safetensors would be the same weights once more
+    # consolidated.safetensors has the same weights once more
     "model": (CONFIG, "model*.safetensors"),
     "adapter": (ADAPTER_CONFIG, "adapter_model*.safetensors"),
 }
@@ -2606,8 +2510,7 @@ def find_result(model, adapter=None):
     """--model and --adapter, or None -> (model, adapter or None), by the table above."""
     if model is None and adapter:
         if not os.path.exists(adapter):
-            raise ValueError(f"--adapter {adapter}: no such folder; if it is on the Hub, give its base, too, "
-                             "as --model")
+            raise ValueError(f"--adapter {adapter}: no such folder; one on the Hub needs its base as --model")
         if folder := result_in(adapter, [ADAPTER_CONFIG]):
             return find_result(str(folder))  # which names its base
     model = model or "tiny"
@@ -2638,13 +2541,13 @@ class ModelFiles(NamedTuple):
     commit: str | None = None  # of the base on the Hub
 
 
-# the quantization methods that WeightFiles reads, as far as the tensors are NF4 or FP8
+# methods that WeightFiles reads, if the tensors are NF4 or FP8
 QUANT_METHODS = "bitsandbytes", "fp8", "compressed-tensors"
 
 
 @contextlib.contextmanager
 def errors_of_base(model, adapter_folder):
-    """Adds to an error about a base model which adapter names it, if one does, and how to give another."""
+    """Adds to an error about a base model which adapter names it, and how to give another base."""
     try:
         yield
     except ValueError as error:
@@ -2656,22 +2559,21 @@ def errors_of_base(model, adapter_folder):
 
 
 def find_model(name, random_init, revisions=None):
-    """--model -> ModelFiles. A Hub id is downloaded. revisions: see tokenized()."""
+    """--model -> ModelFiles. Downloads a Hub id. revisions: see tokenized()."""
     if name in PRESETS and not os.path.isdir(name):
         return ModelFiles(PRESETS[name], TINY, None, name)
     folder = folder_of("model", name, revisions, with_weights=not random_init)
     base = str(folder.resolve()) if folder in (Path(name), TINY) else name
     raw = read_json(folder / CONFIG)
     text = raw.get("text_config")
-    # An untied Mistral 3 of transformers 5 says tied, and in text_config not. The weights decide then, and in
-    # a plan text_config.
+    # an untied Mistral 3 of transformers 5 is tied at the top: the weights decide, without them text_config
     said = [part.get("tie_word_embeddings") for part in (raw, text) if isinstance(part, dict)]
     if said in ([True, False], [False, True]):
         is_tied = said[1] if random_init else HEAD not in WeightFiles(folder).tensors
         raw = with_value(raw, "tie_word_embeddings", is_tied)
     quantization = raw.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") in QUANT_METHODS:
-        # WeightFiles dequantizes. A result is about the model that these weights were made of, if named
+        # WeightFiles dequantizes. A result names the model that these weights were made of.
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         if HUB_NAME.fullmatch(str(raw.get("_name_or_path"))):
             base = raw["_name_or_path"]
@@ -2680,7 +2582,7 @@ def find_model(name, random_init, revisions=None):
 
 
 def folder_of(flag, name, revisions=None, with_weights=True):
-    """The folder of --model or --adapter. One on the Hub is downloaded. revisions: see tokenized()."""
+    """The folder of --model or --adapter, downloaded if it is on the Hub. revisions: see tokenized()."""
     config, weight_files = FOLDERS[flag]
     folder = TINY if name == "tiny" else Path(name)
     if folder.is_file():
@@ -2689,8 +2591,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
     if not folder.is_dir():
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             others = f", tiny or, with --random_init, {' '.join(PRESETS)}" if flag == "model" else ""
-            raise ValueError(f"--{flag} {name}: no such folder; expected a folder, or a Hub id such as "
-                             f"Qwen/Qwen3-4B{others}")
+            raise ValueError(f"--{flag} {name}: no such folder, and no Hub id (org/name){others}")
         from huggingface_hub import snapshot_download
 
         wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model", "README.md"]
@@ -2709,7 +2610,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
         revisions[name] = folder.name  # in the Hub's cache it has the name of its commit
     if (folder / config).exists():
         return folder
-    found = []  # models and adapters in it, or up to two levels below it, as in the Hub's cache
+    found = []  # models and adapters up to two levels below it, as in the Hub's cache
     for other, (file, _) in FOLDERS.items():
         for levels in ("", "*/", "*/*/"):
             found += [f"--{other} {path.parent}" for path in folder.glob(levels + file)]
@@ -2731,30 +2632,27 @@ OTHER_FORMATS = {
 
 
 def format_of_files(names):
-    """What files of another format are, or None."""
     for pattern, what in OTHER_FORMATS.items():
         if any(re.search(pattern, name) for name in names):
             return what
     return None
 
 
-# Types of quantized weights, and how the names of a matrix's tensors end: FP8 has a scale, bitsandbytes the
-# others.
+# types of quantized weights, and the ends of the names of a matrix's tensors: FP8's scale, bitsandbytes' rest
 QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
 PARTS = "", "_scale", "_scale_inv", NF4_STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 FP8_BLOCK = 128  # rows and columns that share a scale, if it is not that of a row or of the tensor
 
 
-# Files of Qwen3.5 stack all experts: {name: the matrices of each expert in order of rows}. Only WeightFiles
-# and write_safetensors() know this.
+# Qwen3.5's files stack all experts: {name: the matrices of each}. write_safetensors() makes stacks again.
 STACKS = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def matrices_in(name, stored):
     """Yields (name, Stored) for each matrix that a tensor of a file has."""
     before, _, stack = name.partition(".experts.")
-    # others are left as they are, so that check_weights() names them
+    # check_weights() names other shapes
     if stack not in STACKS or len(stored.shape) != 3 or 0 in stored.shape:
         yield name, stored
         return
@@ -2769,7 +2667,7 @@ def matrices_in(name, stored):
 
 
 def weight_files_in(folder, single):
-    """The names of the files with a folder's weights: those that its index names, or else the single one."""
+    """The names of the files with a folder's weights: those of its index, or else `single`."""
     index = folder / f"{single}.index.json"
     if not index.exists():
         return [single]
@@ -2788,7 +2686,6 @@ def weight_files_in(folder, single):
 
 
 def module_name(name):
-    """The name of a tensor in a file -> the one that transformers' modules have today."""
     for old, new in OLD_PREFIXES.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -2796,7 +2693,7 @@ def module_name(name):
 
 
 def check_parts(parts, state, shape):
-    """Raises a ValueError if {one of PARTS: its Stored} have other types and sizes than FP8 or NF4 has."""
+    """Raises a ValueError if {one of PARTS: its Stored} have other types or sizes than FP8 or NF4."""
     n = math.prod(shape)
     n_blocks = n // nf4.BLOCK
     expected = {"": (QUANTIZED["F8_E4M3"], n)}
@@ -2835,13 +2732,12 @@ class WeightFiles:
         self.join_quantized()
 
     def add_file(self, path):
-        """Adds the tensors of a file."""
         try:
-            # Read, not mapped: the pages that are mapped by default would pile up in memory.
+            # not mapped, as by default: the pages would pile up in memory
             file = safe_open(path, framework="pt", backend="pread")
         except SafetensorError as error:
-            raise ValueError(f"{path}: damaged or cut short ({listing([str(error)])}): "
-                             "download it again") from error
+            why = f"damaged or cut short ({listing([str(error)])}): download it again"
+            raise ValueError(f"{path}: {why}") from error
         self.open_files[path] = file
         for name in file.keys():  # noqa: SIM118
             stored = file.get_slice(name)
@@ -2859,7 +2755,7 @@ class WeightFiles:
                 self.tensors[module] = matrix
 
     def join_quantized(self):
-        """Puts a matrix in the place of the tensors that somebody's quantization has made of it."""
+        """Replaces the tensors of a quantized matrix by the matrix."""
         for name in list(self.tensors):
             layer, _, part = name.partition(".weight")
             if part not in (NF4_STATE, "_scale", "_scale_inv"):
@@ -2887,7 +2783,7 @@ class WeightFiles:
                                  f"got {stored.dtype}; {lm.UNQUANTIZED}")
 
     def scales(self, name):
-        """[N, M] float32: what each of M blocks in a row of a quantized matrix is multiplied by."""
+        """The scales of a quantized matrix, [N, M] float32: one for each of M blocks in a row."""
         N, D = self.tensors[name].shape
         parts, state = self.quantized[name]
         found = {part: self.open_files[stored.path].get_tensor(stored.name).float()
@@ -2907,7 +2803,7 @@ class WeightFiles:
         return scales.repeat_interleave(FP8_BLOCK, 0)[:N]
 
     def rows(self, name, start, stop):
-        """Rows [start, stop) of a matrix or vector on the CPU, dequantized if they are quantized."""
+        """Rows [start, stop) of a matrix or vector on the CPU, dequantized."""
         if name not in self.quantized:
             return self.read(self.tensors[name], start, stop)
         N, D = self.tensors[name].shape
@@ -2925,7 +2821,7 @@ class WeightFiles:
         return w_ND
 
     def read(self, stored, start, stop):
-        """Rows [start, stop) of what is stored, as they are."""
+        """Rows [start, stop) as they are stored."""
         shape = stored.stack or stored.shape
         if start == stop:  # the library refuses an empty range at the end of a tensor
             return torch.empty(0, *stored.row_shape, dtype=stored.dtype)
@@ -2935,7 +2831,7 @@ class WeightFiles:
             stop += stored.first_row
             if len(shape) < 3:
                 return entries[start:stop]
-            # a stack, or a convolution: all rows of the leading entries that have some of these
+            # a stack, or a convolution: all rows of the entries that have some of these rows
             n_rows = math.prod(shape[1:-1])
             first = start // n_rows
             rows = entries[first : nf4.ceil_div(stop, n_rows)].flatten(0, -2)
@@ -2944,7 +2840,7 @@ class WeightFiles:
             raise OSError(f"{stored.path}: {stored.name}: became shorter while it was read") from error
 
     def crc(self):
-        """Checksum of 1 MB from the middle of each file: it tells a base model from its Instruct version."""
+        """Checksum of 1 MB from the middle of each file, to tell a base model from its Instruct version."""
         crc = 0
         for path in self.files:
             with open(path, "rb") as file:
@@ -2954,7 +2850,7 @@ class WeightFiles:
 
 
 class RandomWeights:
-    """Stands in for WeightFiles. Seed, name and row alone decide, so any sharding gets the same model."""
+    """Replaces WeightFiles. Weights depend on seed, name and row alone: any sharding gets the same model."""
 
     def __init__(self, model, seed, device):
         self.seed = seed
@@ -2965,12 +2861,11 @@ class RandomWeights:
                         for name, shape in shapes_in_files(model).items()}
 
     def rows(self, name, start, stop):
-        """See WeightFiles.rows()."""
         shape = self.tensors[name].shape
         if len(shape) == 1:
             family = self.config.family
             adds_one = family.norms_add_one if ".layers." in name else family.last_norm_adds_one
-            # Qwen3.5's norm inside of Gated DeltaNet multiplies by its weight as it is
+            # Qwen3.5's norm inside of Gated DeltaNet does not add one
             adds_one = adds_one and not name.endswith("linear_attn.norm.weight")
             is_one = name.endswith("norm.weight") and not adds_one
             return torch.full((stop - start,), float(is_one))
@@ -2982,17 +2877,17 @@ class RandomWeights:
 
 
 def with_value(raw, key, value):
-    """The dict of a config.json with another value, which vision models have in text_config or in both."""
+    """Changes a value of config.json, which vision models have in text_config or in both places."""
     if "text_config" in raw:
         raw = raw | {"text_config": raw["text_config"] | {key: value}}
-    # transformers reads this one at the top, where it is true if it is not there
+    # transformers reads tie_word_embeddings at the top, where it is true by default
     if key in raw or "text_config" not in raw or key == "tie_word_embeddings":
         raw = raw | {key: value}
     return raw
 
 
 def has_two_matrices(adapter_reader, config):
-    """Whether an adapter's embedding and head differ though its base ties them: PEFT trains them apart."""
+    """Whether an adapter's embedding and head differ though its base ties them: PEFT trains both."""
     names = [PEFT_PREFIX + name for name in (embedding_in_files(config), HEAD)]
     if not config.tie_word_embeddings or not adapter_reader.tensors.keys() >= {*names}:
         return False
@@ -3007,7 +2902,7 @@ def has_two_matrices(adapter_reader, config):
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):
-    """Rows of a random matrix, normal or uniform in [-1, 1). Each 256 rows have their own seed."""
+    """Random rows, normal or uniform in [-1, 1). Each 256 rows have their own seed."""
     out = torch.empty(stop - start, width, device=device)
     for i in range(start // 256, nf4.ceil_div(stop, 256)):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{i}".encode()))
@@ -3023,10 +2918,10 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
 
 
 def names_in_files(name, config):
-    """The names that a parameter, or its NF4 codes, has in files: one, or one for each of stacked experts."""
-    # names that are the model's own: NF4's, and the module that computes Gated DeltaNet's decay
+    """The names of a parameter, or of its NF4 codes, in files: one, or one for each of stacked experts."""
+    # our own are NF4's codes, and the module that computes Gated DeltaNet's decay
     name = name.removesuffix("_codes").replace(".decay.", ".")
-    # a model with a vision tower has "model.language_model." in its place
+    # with a vision tower it is "model.language_model."
     name = re.sub("^model[.]", config.prefix, name)
     before, is_stack, after = name.partition(".experts.")
     return [f"{before}.experts.{i}.{after}" for i in range(config.num_experts)] if is_stack else [name]
@@ -3045,8 +2940,7 @@ def shapes_in_files(model):
 
 
 def stacked_rows(reader, names, n_rows, start, stop):
-    """Reads rows [start, stop) of a parameter that stacks the matrices of these names. Yields (rows of one,
-    the slice of [start, stop) that they fill)."""
+    """Reads rows [start, stop) of a parameter that stacks these matrices: yields (rows, their slice)."""
     n = n_rows // len(names)  # all experts are of one size
     for i in range(start // n, nf4.ceil_div(stop, n)):
         first = max(start, i * n)
@@ -3056,21 +2950,20 @@ def stacked_rows(reader, names, n_rows, start, stop):
 
 
 def whole(reader, name):
-    """All rows of a matrix or vector."""
     return reader.rows(name, 0, reader.tensors[name].n_rows)
 
 
 def check_weights(model, reader, folder):
-    """Raises a ValueError if names or shapes in files are not those of the model, or of the LoRA it has."""
+    """Raises a ValueError if names or shapes in files are not those of the model, or of its LoRA."""
     expected = shapes_in_files(model)
     advice = ""
     vocabulary = model.config.vocab_size, model.config.hidden_size
     if any(".lora_" in name for name in expected):
         advice = f": {MERGE}"
-        trained = []  # embedding and head, which PEFT writes and expects both, also where they are tied
+        trained = []  # PEFT writes and expects both embedding and head, even if they are tied
         if model.model.embed_tokens.weight.requires_grad:
             trained = [embedding_in_files(model.config), HEAD]
-        expected |= dict.fromkeys(trained, vocabulary)  # the head also of a tied pair
+        expected |= dict.fromkeys(trained, vocabulary)
         expected = {PEFT_PREFIX + name: shape for name, shape in expected.items()
                     if ".lora_" in name or name in trained}
     elif model.config.tie_word_embeddings and HEAD in reader.tensors:
@@ -3094,12 +2987,12 @@ def embedding_in_files(config):
 
 
 def untrained_tokens(reader, config, ids):
-    """Those of `ids` whose row in a model's embedding is all zero, as Llama 3's base has them for chats."""
+    """Those of `ids` whose embedding is all zero, as Llama 3's base has them for its tokens of chats."""
     name = embedding_in_files(config)
     return [i for i in sorted(ids) if i < config.vocab_size and not reader.rows(name, i, i + 1).any()]
 
 
-# These keys of adapter_config.json may have these values, those of ADAPTER_FREE any; others must be unset.
+# These keys of adapter_config.json may have these values, ADAPTER_FREE any value; others must be unset.
 ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["none"],
                 # PiSSA and others change the base weights
                 "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"],
@@ -3111,20 +3004,19 @@ ADAPTER_FREE = (
     "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size", "use_rslora",
     "modules_to_save",
 )
-# what to do with an adapter that is not read: on transformers 5 PEFT trains stacked experts, for example
+# for adapters that are not read, such as PEFT's of stacked experts on transformers 5
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
 
 
 def open_adapter(folder):
-    """A PEFT LoRA adapter -> (WeightFiles, {flag: value}). Names of tensors decide which layers are
-    adapted."""
+    """A PEFT LoRA adapter -> (WeightFiles, {flag: value})."""
     where = f"{folder}/{ADAPTER_CONFIG}"
     config = read_json(where)
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
     reader = WeightFiles(folder, ADAPTER_WEIGHTS)
-    # PEFT writes the modules of a resized vocabulary three times: the plain name has the trained one
+    # PEFT writes modules of a resized vocabulary three times: the plain name has the trained weights
     for name in list(reader.tensors):
         plain = re.sub("[.](modules_to_save|original_module)[.]weight$", ".weight", name)
         if plain != name and plain in reader.tensors:
@@ -3133,7 +3025,7 @@ def open_adapter(folder):
     if not found or not found <= set(lm.LORA_TARGETS):
         raise ValueError(f"{folder}: {ADAPTER_WEIGHTS} has {listing(found)}, expected some of "
                          f"{', '.join(lm.LORA_TARGETS)}: {MERGE}")
-    # PEFT writes embedding and head where modules_to_save names them, or where the vocabulary was resized
+    # PEFT writes embedding and head if modules_to_save names them, or if the vocabulary was resized
     in_full = {name.split(".")[-2] for name in reader.tensors if ".lora_" not in name}
     modules = config.get("modules_to_save")
     if in_full not in (set(), {"embed_tokens", "lm_head"}) or (modules and not in_full):
@@ -3155,7 +3047,7 @@ def open_adapter(folder):
 
 @torch.no_grad()
 def load_weights_(model, reader, adapter_reader, seed, device, progress=False, frozen_only=False):
-    """Fills a model, a tensor at a time. adapter_reader: None if fresh; frozen_only: not what trains."""
+    """Fills a model, one tensor at a time. adapter_reader: None for a fresh adapter."""
     params = dict(model.named_parameters())
     disable = None if progress else True  # None: no bar where stderr is no terminal
     for name in tqdm(params, "loading weights", unit="tensor", disable=disable, leave=False):
@@ -3189,7 +3081,7 @@ def load_weights_(model, reader, adapter_reader, seed, device, progress=False, f
                 out[out_rows], scales[out_rows] = nf4.quantize(rows.to(device), bits, name)
             else:
                 out[out_rows] = rows
-        # A tied model has no place for another head. An adapter's is equal here, see has_two_matrices().
+        # A tied model has no place for another head. That of an adapter is equal, see has_two_matrices().
         has_head = name == EMBEDDING and HEAD not in params and source is reader and HEAD in reader.tensors
         if has_head and not torch.equal(reader.rows(names[0], start, stop), reader.rows(HEAD, start, stop)):
             raise ValueError(f"config.json ties the head to the embedding, but {HEAD} in the files differs: "
@@ -3198,8 +3090,8 @@ def load_weights_(model, reader, adapter_reader, seed, device, progress=False, f
 
 @torch.no_grad()
 def fill_new_rows_(model, reader, new_ids, seed):
-    """Makes the rows of embedding and head that files do not have: the mean of the old rows plus a tenth of
-    their deviation, at random. Each rank reads all old rows, so any number of ranks gets the same."""
+    """Initializes rows of embedding and head that files do not have: the mean of the old rows plus noise of a
+    tenth of their deviation, so that new tokens are neutral and distinct. Each rank reads all old rows."""
     params = dict(model.named_parameters())
     embedding = embedding_in_files(model.config)
     n_stored = reader.tensors[embedding].n_rows
@@ -3209,7 +3101,7 @@ def fill_new_rows_(model, reader, new_ids, seed):
             continue  # the head of a tied pair
         out, first = nf4.local(params[name])
         sums = torch.zeros(2, out.shape[1], dtype=torch.float64)
-        for i in range(0, n_old, 4096):  # in float64 all of them would take much memory
+        for i in range(0, n_old, 4096):  # all rows in float64 would take much memory
             rows = reader.rows(in_files, i, min(i + 4096, n_old)).cpu().double()
             sums += torch.stack([rows.sum(0), rows.square().sum(0)])
         mean, mean_square = sums / n_old
@@ -3252,24 +3144,24 @@ def save_model(tensors, layout, out, raw_config, write):
 
 
 def begin_result(out, tokenizer, base=None):
-    """Makes a result's folder, with the tokenizer's files. A whole model also gets its processors' configs
-    and its code from `base`. Other files there may be another trainer's, private, or about other weights."""
+    """Makes a result's folder with the tokenizer's files, and for a whole model those of its `base`."""
     remove(out)  # what a try before has left
     out.mkdir()
     tokenizer.save(out)
     with writing(out, "description"):
+        # not all files: some may be another trainer's, private, or about other weights
         for path in (*(base / name for name in PROCESSOR_FILES), *code_of(base)) if base else ():
             if path.is_file():
                 shutil.copyfile(path, out / path.name)
 
 
 def layout_of_result(reader, config):
-    """{name: Stored} of a result: that of the files, with the model's vocabulary, which may have grown."""
+    """{name: Stored} of a result: as in the files, with a vocabulary that may have grown."""
     layout = {}
     for name, stored in reader.tensors.items():
         if name in (embedding_in_files(config), HEAD):
             stored = stored._replace(shape=(config.vocab_size, config.hidden_size))
-        # a tied head that files repeat is left out: readers take the embedding
+        # a tied head is left out: readers take the embedding
         if name != HEAD or not config.tie_word_embeddings:
             layout[name] = stored
     return layout
@@ -3294,8 +3186,7 @@ def with_both_ropes(raw):
 
 
 def save_adapter(adapter_tensors, out, base, rank, alpha, dropout, targets, rslora=False):
-    """Writes an adapter as PEFT reads it. A tied embedding is written again as the head: PEFT looks both up,
-    and an older one would keep the base's head without a word."""
+    """Writes an adapter for PEFT. A tied embedding is the head, too: an older PEFT would keep the base's."""
     saved = {}
     embedding = [name for name in adapter_tensors if name.endswith("embed_tokens.weight")]
     if embedding:
@@ -3316,20 +3207,17 @@ def save_adapter(adapter_tensors, out, base, rank, alpha, dropout, targets, rslo
 
 
 def modules_in(adapter_tensors, config, targets):
-    """PEFT's target_modules: the ends of the names of all adapted layers. They have two parts
-    (self_attn.q_proj) where a vision tower has a q_proj, too, or attention a gate_proj. With experts a number
-    is in between."""
+    """PEFT's target_modules: self_attn.q_proj where a vision tower has a q_proj, or attention a gate_proj."""
     has_tower = config.prefix != "model."
     has_gate = lm.GATE_TARGET in lm.targets_in(config)
     if config.num_experts or not (has_tower or has_gate):
         return targets
-    # embedding and head, which --train_embeddings adds, are no adapters
+    # not of the embedding and head of --train_embeddings
     return sorted({".".join(name.split(".")[-4:-2]) for name in adapter_tensors if ".lora_" in name})
 
 
 def card_of(args, files):
-    """The text of a result's README.md, by which the Hub finds the base. It names what everybody finds on the
-    Hub: no folder of this machine, and no data set that may have needed a login."""
+    """The text of a result's README.md, by which the Hub finds the base. It names only what is public."""
     from huggingface_hub import get_token
 
     lines = ["---", f"library_name: {'peft' if args.lora else 'transformers'}"]
@@ -3363,7 +3251,7 @@ def export(args, model, reader, files, tokenizer, out, ranks):
         if not args.lora:
             layout = layout_of_result(reader, model.config)
             trained = ((name, tensor.to(layout[name].dtype)) for name, tensor in tensors)
-            # what the model does not have is copied, by the rank that writes it
+            # the rank that writes copies what the model does not have
             others = sorted(layout.keys() - shapes_in_files(model)) if is_first else []
             copies = ((name, whole(reader, name)) for name in others)
             tensors = itertools.chain(trained, copies)
@@ -3395,7 +3283,7 @@ def merge(args, reader, adapter_reader, files, tokenizer, out):
 
 
 def merged_weight(reader, name, adapter_reader, scale):
-    """A matrix or vector on the CPU: the adapter's own, or that of the base plus scale * B A."""
+    """A matrix or vector on the CPU: the adapter's own, or the base's plus scale * B A."""
     own = PEFT_PREFIX + name
     if own in adapter_reader.tensors:
         return whole(adapter_reader, own).to(reader.tensors[name].dtype)

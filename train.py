@@ -498,7 +498,8 @@ def with_vocabulary(files, n_stored, new_tokens, adapter_reader):
     """ModelFiles with a run's tokenizer and vocabulary. n_stored: rows of the model's embedding."""
     n_rows = n_stored
     if new_tokens:
-        new_ids = data.add_new_tokens_(data.read_tokenizer(files.tokenizer).core, new_tokens)
+        core, *_ = data.read_tokenizer(files.tokenizer)
+        new_ids = data.add_new_tokens_(core, new_tokens)
         if new_ids.stop > n_stored:
             n_rows = 128 * math.ceil(new_ids.stop / 128)  # kernels are fast with such sizes
     # an adapter with an embedding brings both: it may come from a run with --add_tokens

@@ -813,8 +813,8 @@ def check_thoughts(n, folder):
         spans = [span for one in examples or [] for span in one.spans]
         trained = [text[start:stop] for start, stop in sorted(spans)]
         fine = trained == [said["content"] + END] * 2 and examples[0].text == text
-        fine = fine and tokenizer.opens_thought == ("</think>" not in opening)
-        rule.holds((opening, history, mark), fine, "plain answers", refusal or (trained, tokenizer.opens_thought))
+        fine = fine and tokenizer.thoughts.opens == ("</think>" not in opening)
+        rule.holds((opening, history, mark), fine, "plain answers", refusal or (trained, tokenizer.thoughts.opens))
     for name in ("deepseek_r1_distill", "deepseekv3", "qwen3_5_think", "qwen3.5", "nemotron_3_nano"):
         tokenizer, reference = own(TEMPLATES[name], folder), peer(TEMPLATES[name])
         for _ in range(n // 5):

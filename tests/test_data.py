@@ -267,7 +267,7 @@ def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(path, tiny,
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(data, "append", fail)  # when the part is already there
+    monkeypatch.setattr(data, "documents_of", fail)  # when the part is already there
     with pytest.raises(type(error)) as raised:
         tokenized(path, tiny)
     if error is DISK_IS_FULL:  # names the file, the folder that is full, and what to do

@@ -347,12 +347,13 @@ def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_g
     assert report.unread == ["id", "source"]
 
 
-def test_texts_that_begin_alike_may_have_names_beside_them(pairs):
-    row = {"chosen": "def f(x): pass", "rejected": "def f[]", "source": "web", "tags": ["a", "b"], "scores": [4, 5]}
+def test_texts_that_begin_alike_may_have_numbers_beside_them_and_no_other_text(pairs):
+    row = {"chosen": "def f(x): pass", "rejected": "def f[]", "id": 7, "scores": [4, 5]}
     chosen, _ = data.parse_example(row, pairs)
     assert chosen.spans == [(5, 14)]
-    with pytest.raises(ValueError, match="no prompt, but source: --columns source=prompt has to say"):
-        data.parse_example(row | {"source": "the web"}, pairs)
+    for name, value in {"source": "web", "tags": ["a", "b"]}.items():
+        with pytest.raises(ValueError, match=f"no prompt, but {name}: --columns {name}=prompt has to say"):
+            data.parse_example(row | {name: value}, pairs)
 
 
 @pytest.mark.parametrize("row, n_equal, n_empty", [

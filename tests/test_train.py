@@ -426,7 +426,7 @@ def test_an_adapter_names_its_base(tmp_path):
     assert (args.model, args.adapter) == ("ann/base", str(tmp_path / "final"))
     args = train.parse_args(["--adapter", str(tmp_path / "merged")])  # no adapter, as the start will say
     assert (args.model, args.adapter) == ("tiny", str(tmp_path / "merged"))
-    with pytest.raises(argparse.ArgumentError, match="if it is on the Hub, give its base, too, as --model"):
+    with pytest.raises(argparse.ArgumentError, match="one on the Hub needs its base as --model"):
         train.parse_args(["--adapter", "ann/adapter"])
 
 
