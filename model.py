@@ -2230,7 +2230,9 @@ class TilesOnPaper(Tiles):
             first, middle, _ = self.inputs or self.read_inputs()
             return between(self.n, self.results, [], middle, first, self.n * max(self.left, 0))
         out = super().run(i)
-        self.n_bytes = sum(t.nbytes for t in out)
+        # of whole storages: a result may be a view
+        storages = {id(t.untyped_storage()) for t in out}
+        self.n_bytes = sum(LiveBytes.now.sizes.get(storage, 0) for storage in storages)
         # without memory
         self.results = [torch.empty_like(t[:0], requires_grad=t.requires_grad) for t in out]
         return out

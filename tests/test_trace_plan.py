@@ -51,7 +51,10 @@ class Row(NamedTuple):
 LONG = [
     Row("llama-3.1-8b", 9216, ""),
     Row("llama-3.1-8b", 16384, "--precision bf16 --tiled_mlp 2048 --no-compile"),
-    Row("llama-3.1-8b", 16384, "--lora --tiled_mlp 1024"),  # a first and a last tile, and many between
+    # a first and a last tile, and many between: with gates that are views, and with routes in their graph
+    Row("llama-3.1-8b", 16384, "--lora --tiled_mlp 1024"),
+    Row("qwen3.5-9b", 16384, "--tiled_mlp 1536 --precision bf16", segment=16384),
+    Row("qwen3-30b-a3b", 10240, "--qlora --tiled_mlp 1024"),
     Row("llama-3.1-8b", 40000, "--qlora --no-chunked_ce"),
     Row("llama-3.1-8b", 9216, "--qlora --fsdp2 --offload"),
     Row("llama-3.1-8b", 20480, "--lora --sequence_parallel 2 --world 2"),
