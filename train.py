@@ -192,7 +192,7 @@ def main(argv, progress, exits):
         if evaluation is None:  # a signal came: the run that continues this one evaluates this step
             end_if_signalled()
         log.write_eval(evaluation)
-        saver.remove_old(state)
+        saver.remove_old(state)  # of all evaluations the best one alone keeps its checkpoint
         if args.save_every and state["best_eval"]["step"] == state["step"]:
             save()  # if --save_every has not saved this step
         sample.say_answer(log)
@@ -1837,7 +1837,7 @@ def print_start(argv, run, model, new_ids, policy, ranks):
         lines.append(f"  fp16: {why}the loss is scaled, and a step whose gradients overflow is skipped")
     if args.lora:
         layers = "all-linear" if args.lora_targets == lm.targets_in(c) else ", ".join(args.lora_targets)
-        alpha = f"alpha {args.lora_alpha:g}{' of rsLoRA' if args.rslora else ''}"
+        alpha = f"alpha {args.lora_alpha:g}{', rsLoRA' if args.rslora else ''}"
         frozen = "; frozen blocks in NF4" if args.qlora else ""
         lines.append(f"  adapters on {layers}: rank {args.lora_rank}, {alpha}{frozen}")
     if args.adapter:
