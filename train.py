@@ -131,7 +131,7 @@ def main(argv, progress, exits):
     ranks = Ranks(args.fsdp2, args.timeout)
     stop = StopSignal()
     device = ranks.device
-    # Comes first, so that two starts never share a folder.
+    # first, so that two starts never share a folder; RunFolder.leave() removes it if no step is made
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
     progress["out"] = out
     opened = open_model(args, ranks, revisions)
@@ -192,7 +192,7 @@ def main(argv, progress, exits):
         if evaluation is None:  # a signal came: the run that continues this one evaluates this step
             end_if_signalled()
         log.write_eval(evaluation)
-        saver.remove_old(state)  # of all evaluations the best one alone keeps its checkpoint
+        saver.note_evaluation(state)
         if args.save_every and state["best_eval"]["step"] == state["step"]:
             save()  # if --save_every has not saved this step
         sample.say_answer(log)
@@ -1917,7 +1917,7 @@ class Sample:
             self.before = self.answer()
 
     def answer(self):
-        faulthandler.cancel_dump_traceback_later()  # until the next alive(): a long answer is no hang
+        faulthandler.cancel_dump_traceback_later()  # until rearm_watchdog(): a long answer is no hang
         tokens = []
         with evaluating(self.model):
             generated = lm.generate(self.model, self.prompt, self.max_new_tokens, self.tokenizer.stop_ids,
@@ -2263,8 +2263,7 @@ def merge_result(args, exits):
 # file, and a checksum of itself.
 #
 # The files are written to checkpoint-<step>.part/ and synced, and one rename commits them. A process that is
-# killed at any byte leaves a complete checkpoint or a .part, which the next process removes. The evaluation
-# of a step comes after its save, so a run that is resumed there repeats it.
+# killed at any byte leaves a complete checkpoint or a .part, which the next process removes.
 
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run's
@@ -2603,7 +2602,7 @@ class Saver:
 
     def save(self, tensors, state):
         """Saves what training_tensors() returns, and `state`. All ranks must call it."""
-        faulthandler.cancel_dump_traceback_later()  # until the next alive(): a slow disk is no hang
+        faulthandler.cancel_dump_traceback_later()  # until rearm_watchdog(): a slow disk is no hang
         step = state["step"]
         if step == self.last_step:
             return  # a signal may come right after a save, or stop a run that has just resumed
@@ -2638,10 +2637,21 @@ class Saver:
         gib = sum(size for size, _ in files.values()) / GIB
         self.ranks.say(f"{name}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s")
 
-    def remove_old(self, state):
-        """On rank 0: removes all checkpoints but the newest `keep` and the one with the best evaluation."""
-        if self.ranks.rank:
+    def note_evaluation(self, state):
+        """Adds the evaluation of a step, which comes after its save, to its checkpoint by another rename: a
+        run that continues from there does not repeat it."""
+        if self.ranks.rank or state["step"] != self.last_step:
             return
+        path = self.out / f"checkpoint-{state['step']}" / STATE
+        try:
+            state = state | {"files": data.read_json(path)["files"]}
+            data.write_json(path, data.with_checksum(state))
+            self.remove_old(state)
+        except (OSError, ValueError, KeyError) as error:  # the folder may have been removed, the disk be full
+            self.ranks.say(f"{path}: the evaluation was not noted: {error}. A resumed run repeats it")
+
+    def remove_old(self, state):
+        """Removes all checkpoints except the newest `keep` and the one with the best evaluation."""
         best = (state["best_eval"] or {}).get("step")
         saved = checkpoints(self.out)
         for step in sorted(saved)[: -self.keep]:

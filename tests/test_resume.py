@@ -285,7 +285,9 @@ def test_the_best_checkpoint_stays_though_its_evaluation_comes_later(tmp_path):
         step = state["step"]
         if not state["best_eval"] or loss < state["best_eval"]["eval_loss"]:
             state["best_eval"] = {"step": step, "eval_loss": loss}
-        saver.remove_old(state)
+        saver.note_evaluation(state)
+        noted = train.read_state(tmp_path / f"checkpoint-{step}", {}, ALONE)["best_eval"]
+        assert noted == state["best_eval"]
         return sorted(train.checkpoints(tmp_path))
 
     assert save(1) == [1]
@@ -296,7 +298,24 @@ def test_the_best_checkpoint_stays_though_its_evaluation_comes_later(tmp_path):
     assert evaluate(5.0) == [2, 3]
     assert save(4) == [2, 4]
     assert evaluate(4.0) == [2, 4]
-    assert train.read_state(tmp_path / "checkpoint-4", {}, ALONE)["best_eval"] == {"step": 2, "eval_loss": 2.0}
+
+    # An evaluation between two saves has no checkpoint to be noted in.
+    before = (tmp_path / "checkpoint-4" / train.STATE).read_bytes()
+    state["step"] = 5
+    saver.note_evaluation(state)
+    assert (tmp_path / "checkpoint-4" / train.STATE).read_bytes() == before
+
+
+def test_an_evaluation_that_a_full_disk_refuses_is_said_and_harms_no_checkpoint(tmp_path, capsys):
+    saver = train.Saver(tmp_path, 1, ALONE)
+    state = state_of(1)
+    saver.save({"w": torch.ones(2)}, state)
+    (tmp_path / "checkpoint-1/trainer_state.json.part").symlink_to("/dev/full")
+    saver.note_evaluation(state | {"evaluated": 1})
+    said = capsys.readouterr().out
+    assert "the evaluation was not noted: " in said
+    assert "No space left" in said
+    assert train.read_state(tmp_path / "checkpoint-1", {}, ALONE)["evaluated"] == 0
 
 
 # ---------------------------------------------------------------- what must stay the same
