@@ -2687,18 +2687,19 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
 def number(value_type, zero_too=False, below=1e12, words=()):
     """-> an argparse type: an int or a float above 0 and below `below`, with zero_too also 0, or one of these
     words."""
-    expected = "0 or above 0" if zero_too else "above 0"
+    kind = "a whole number" if value_type is int else "a number"
+    expected = [f"{'0 or ' if zero_too else ''}{kind} above 0, below {below:g}", *words]
 
     def parse(text):
         if text in words:
             return text
-        value = value_type(text)
-        # nan fails every comparison, inf the second one
-        if 0 < value < below or (zero_too and value == 0):
-            return value
-        raise argparse.ArgumentTypeError(f"{text}: expected {expected}, below {below:g}")
+        with contextlib.suppress(ValueError):
+            value = value_type(text)
+            # nan fails every comparison, inf the second one
+            if 0 < value < below or (zero_too and value == 0):
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: expected {', or '.join(expected)}")
 
-    parse.__name__ = " or ".join([value_type.__name__, *words])  # argparse prints it: "invalid int value"
     return parse
 
 

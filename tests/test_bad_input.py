@@ -69,7 +69,7 @@ FLAGS = {  # flags: words of the message
     "--steps 0": ["--steps", "0", "above 0"],
     "--steps 1.5": ["--steps", "1.5", "int"],
     "--steps=--": ["--steps=--: expected a value"],
-    "--timeout 1e10": ["--timeout", "1e10: expected above 0, below 1e+08"],
+    "--timeout 1e10": ["--timeout", "1e10: expected a number above 0, below 1e+08"],
 
     # names that are only a little alike, values of switches, files of settings
     "--hub_token x": ["--hub_token: no such flag; --help_all"],
