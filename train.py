@@ -2688,7 +2688,9 @@ def number(value_type, zero_too=False, below=1e12, words=()):
     """-> an argparse type: an int or a float above 0 and below `below`, with zero_too also 0, or one of these
     words."""
     kind = "a whole number" if value_type is int else "a number"
-    expected = [f"{'0 or ' if zero_too else ''}{kind} above 0, below {below:g}", *words]
+    expected = f"{'0 or ' if zero_too else ''}{kind} above 0, below {below:g}"
+    if words:
+        expected += f", {' or '.join(words)}"
 
     def parse(text):
         if text in words:
@@ -2698,7 +2700,7 @@ def number(value_type, zero_too=False, below=1e12, words=()):
             # nan fails every comparison, inf the second one
             if 0 < value < below or (zero_too and value == 0):
                 return value
-        raise argparse.ArgumentTypeError(f"{text}: expected {', or '.join(expected)}")
+        raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
 
     return parse
 
