@@ -3163,8 +3163,9 @@ def refuse_conflicts(args):
     if args.add_tokens and args.lora and not args.train_embeddings:
         refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
                "tokens are never learned")
-    if args.merge and not args.lora and os.path.isdir(args.model):
-        refuse(f"--merge: {args.model} has no adapter to merge: leave out --merge, or train one with --lora")
+    if args.merge and not args.lora and args.model != "tiny":
+        refuse(f"--merge: {args.model} has no adapter to merge: give the folder of a run that has trained one, "
+               "or train one with --lora")
     for flag in flags_with("needs"):
         value = getattr(args, flag.dest)
         if value != flag.default and not getattr(args, flag.needs):
