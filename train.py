@@ -3164,8 +3164,8 @@ def refuse_conflicts(args):
         refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
                "tokens are never learned")
     if args.merge and not args.lora and args.model != "tiny":
-        refuse(f"--merge: {args.model} has no adapter to merge: give the folder of a run that has trained one, "
-               "or train one with --lora")
+        refuse(f"--merge: {args.model} has no adapter to merge: give the folder of a run that has trained "
+               "one, or train one with --lora")
     for flag in flags_with("needs"):
         value = getattr(args, flag.dest)
         if value != flag.default and not getattr(args, flag.needs):
