@@ -1980,7 +1980,8 @@ def chat(args):
             break
         if question == "/reset":
             messages = []
-            data.say(end="a new chat\n" if is_terminal else "")
+            if is_terminal:
+                data.say("a new chat")
         elif re.fullmatch(r"/\w*|/\?", question):
             data.say(f"\n{commands}")
         elif question:
@@ -2268,8 +2269,11 @@ def merge_result(args, exits):
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run's
 REMOVE = "remove this checkpoint to continue from an older one"
-STATE_KEYS = ("step", "tokens", "best_eval", "evaluated", "eval_data", "metrics_bytes", "steps",
-              "rows_a_step", "settings", "files")
+STATE_TYPES = {
+    "step": int, "tokens": int, "best_eval": dict | None, "evaluated": int, "eval_data": int | None,
+    "metrics_bytes": int, "steps": int, "rows_a_step": int, "settings": dict, "files": dict,
+}
+BEST_EVAL_TYPES = {"step": int, "eval_loss": float | int}
 
 
 def step_of(checkpoint):
@@ -2469,15 +2473,23 @@ def read_metrics(out, last_step):
     return rows
 
 
+def odd_keys(content, types):
+    """-> the keys of `types` that a dict lacks, or has with a value of another type."""
+    return [key for key, kind in types.items() if not isinstance(content.get(key, ...), kind)]
+
+
 def read_state(folder, settings, ranks):
     """-> the state in trainer_state.json. ValueError names a damaged file, or settings that differ."""
     state = data.read_json(folder / STATE)
     if state != data.with_checksum(state):
         raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
-    missing = {*STATE_KEYS} - state.keys()
-    if missing:
-        raise ValueError(f"{folder / STATE}: {data.listing(missing)}: missing: another version of oomph "
-                         "wrote it: continue with that one, or start a new run with another --out")
+    odd = odd_keys(state, STATE_TYPES)
+    if not odd and state["best_eval"] is not None and odd_keys(state["best_eval"], BEST_EVAL_TYPES):
+        odd = ["best_eval"]
+    if odd:
+        raise ValueError(f"{folder / STATE}: {data.listing(odd)}: missing or of another type: another "
+                         "version of oomph wrote it: continue with that one, or start a new run with another "
+                         "--out")
     for name in state["files"]:  # one with a folder in it would be a file outside of the checkpoint
         if not re.fullmatch(r"rank-\d+-of-\d+\.safetensors", name):
             raise ValueError(f"{folder / STATE}: {name} is no name of a checkpoint's file; {REMOVE}")
@@ -3399,7 +3411,8 @@ class Watch:
         before FSDP2's, so that what FSDP2 gathers for a module counts as the module's."""
 
         def before(*_):
-            self.n_forwards += phase[0] == "embedding"
+            if phase[0] == "embedding":
+                self.n_forwards += 1
             self.begin("forward", *phase)
 
         def after(_, __, x):

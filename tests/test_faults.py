@@ -225,14 +225,18 @@ def test_a_checkpoint_renamed_to_another_step_is_refused(saved):
         train.read_state(renamed, {}, ALONE)
 
 
-@pytest.mark.parametrize("key", train.STATE_KEYS)
+@pytest.mark.parametrize("key", train.STATE_TYPES)
 def test_a_state_of_another_version_is_refused_by_key(saved, key):
     path = saved / train.STATE
     good = data.read_json(path)
     without = {name: value for name, value in good.items() if name != key}
-    path.write_text(json.dumps(data.with_checksum(without)))
-    with pytest.raises(ValueError, match=f"{path}: {key}: missing: another version of oomph"):
-        train.read_state(saved, {}, ALONE)
+    states = [without, good | {key: "a text"}]
+    if key == "best_eval":
+        states += [good | {key: {}}, good | {key: {"step": 2, "eval_loss": "low"}}]
+    for state in states:
+        path.write_text(json.dumps(data.with_checksum(state)))
+        with pytest.raises(ValueError, match=f"{path}: {key}: missing or of another type: another version of oomph"):
+            train.read_state(saved, {}, ALONE)
 
 
 @pytest.mark.parametrize("name", ["../other/rank-00000-of-00002.safetensors", "a.safetensors"])
@@ -736,9 +740,12 @@ def assert_same_evaluations(rows, out, undisturbed):
     assert [row for row in rows if "eval_loss" in row] == expected
 
     last = f"checkpoint-{STEPS}"
+    expected_state = train.read_state(undisturbed / last, {}, ALONE)
+    assert expected_state["evaluated"] == STEPS
     if (out / last).exists():  # with --save_every 0 the last step is not saved
         state = train.read_state(out / last, {}, ALONE)
-        assert state["best_eval"] == train.read_state(undisturbed / last, {}, ALONE)["best_eval"]
+        assert state["evaluated"] == STEPS
+        assert state["best_eval"] == expected_state["best_eval"]
 
 
 @pytest.mark.parametrize("number, moment, save_every, n_fetched", [
