@@ -1539,12 +1539,13 @@ class Tiles:
         return iter(range(len(self.inputs)))
 
     def run(self, i):
-        return self.function(*(self.inputs or self.read_inputs())[i])
+        return self.function(*self.read_inputs()[i])
 
     def read_inputs(self):
         """In the backward, which needs values alone: gradients go through the graph of the forward."""
-        saved = self.saved.grad_fn.saved_tensors
-        self.inputs = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
+        if not self.inputs:
+            saved = self.saved.grad_fn.saved_tensors
+            self.inputs = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
         return self.inputs
 
 
@@ -2227,7 +2228,7 @@ class TilesOnPaper(Tiles):
 
     def run(self, i):
         if i == 1:
-            first, middle, _ = self.inputs or self.read_inputs()
+            first, middle, _ = self.read_inputs()
             return between(self.n, self.results, [], middle, first, self.n * max(self.left, 0))
         out = super().run(i)
         # of whole storages: a result may be a view

@@ -67,15 +67,20 @@ class Fit(NamedTuple):
     n_layers: int
 
 
+def run_of(model, flags, world, seq_len):
+    """-> train.RunSpec of rows of so many tokens, without weights."""
+    argv = ["--dry_run", "--model", model, "--seq_len", str(seq_len), "--world", str(world), *flags.split()]
+    args = train.parse_args(argv)
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = train.open_config(args, world, device=None, random_init=True).config
+    return train.RunSpec(args, config, world, seq_len)
+
+
 def planned(model, flags, card, seq_len):
     """-> Fit of a model, with all blocks recomputed, or None if that is more than the card or a host has."""
     if card.world > 1 and "--fsdp2" not in flags:
         flags += " --fsdp2"
-    argv = ["--dry_run", "--model", model, "--seq_len", str(seq_len), "--world", str(card.world), *flags.split()]
-    args = train.parse_args(argv)
-    with contextlib.redirect_stdout(io.StringIO()):
-        config = train.open_config(args, card.world, device=None, random_init=True).config
-    run = train.RunSpec(args, config, card.world, seq_len)
+    run = run_of(model, flags, card.world, seq_len)
     room = 0.9 * card.gib * train.GIB
     if train.planned_bytes(run, train.blocks_as_asked(run)) > room:
         return None
@@ -86,8 +91,8 @@ def planned(model, flags, card, seq_len):
     if host_gib > HOST_GIB:
         return None
     gpu_gib = (train.peak_of(moments)[1] + train.OVERHEAD) / train.GIB
-    n_resident = blocks.count("resident") if train.offloads_frozen(args) else None
-    return Fit(model, flags.strip(), gpu_gib, host_gib, n_resident, config.num_hidden_layers)
+    n_resident = blocks.count("resident") if train.offloads_frozen(run.args) else None
+    return Fit(model, flags.strip(), gpu_gib, host_gib, n_resident, run.config.num_hidden_layers)
 
 
 def largest(models, method, card, seq_len):
@@ -151,20 +156,17 @@ def choice(seq_len, cards):
 
 # ---------------------------------------------------------------- the longest rows
 
-LONG = {  # model: flags
-    "llama-3.1-8b --qlora --offload activations": ["--tiled_mlp", "4096"],
-    "llama-3.1-8b --qlora --fsdp2 --offload": ["--tiled_mlp", "4096", "--ce_chunk", "256"],
-    "qwen2.5-32b --qlora --fsdp2 --offload": ["--tiled_mlp", "4096", "--ce_chunk", "256"],
-    "llama-3.1-70b --qlora --fsdp2 --offload": ["--tiled_mlp", "4096", "--ce_chunk", "256"],
-}
+LONG = [  # model, flags
+    ("llama-3.1-8b", "--qlora --offload activations --tiled_mlp 4096"),
+    ("llama-3.1-8b", "--qlora --fsdp2 --offload --tiled_mlp 4096 --ce_chunk 256"),
+    ("qwen2.5-32b", "--qlora --fsdp2 --offload --tiled_mlp 4096 --ce_chunk 256"),
+    ("llama-3.1-70b", "--qlora --fsdp2 --offload --tiled_mlp 4096 --ce_chunk 256"),
+]
 
 
-def planned_row(flags, seq_len):
+def planned_row(model, flags, seq_len):
     """-> (bytes on the GPU, bytes in host memory) of a step of one row."""
-    args = train.parse_args(["--dry_run", "--seq_len", str(seq_len), *flags])
-    with contextlib.redirect_stdout(io.StringIO()):
-        config = train.open_config(args, 1, device=None, random_init=True).config
-    run = train.RunSpec(args, config, 1, seq_len)
+    run = run_of(model, flags, 1, seq_len)
     moments, host = train.plan(run, train.blocks_as_asked(run))
     return train.peak_of(moments)[1] + train.OVERHEAD, sum(host.values())
 
@@ -173,9 +175,8 @@ def longest_rows():
     """Bytes are a line in the tokens of a row: two plans draw it."""
     print("| model, flags | bytes a token | 24 GB: tokens, GiB of host memory | 48 GB | 80 GB |\n|---|---|---|---|---|")
     few, many = 1 << 16, 1 << 17  # tokens: in shorter rows attention runs in fewer groups
-    for job, tiles in LONG.items():
-        model, *flags = job.split()
-        needs = [planned_row(["--model", model, *flags, *tiles], n) for n in (few, many)]
+    for model, flags in LONG:
+        needs = [planned_row(model, flags, n) for n in (few, many)]
         slope, host_slope = ((b - a) / (many - few) for a, b in zip(*needs))
         gpu_bytes, host_bytes = needs[1]
         cells = []
@@ -184,7 +185,7 @@ def longest_rows():
                 n_tokens = int(many + (card.gib * train.GIB - gpu_bytes) / slope) // 1024 * 1024
                 host_gib = (host_bytes + (n_tokens - many) * host_slope) / train.GIB
                 cells.append(f"{n_tokens:,}, {host_gib:.0f}")
-        print(f"| {job} {' '.join(tiles)} | {slope:,.0f} | " + " | ".join(cells) + " |", flush=True)
+        print(f"| {model} {flags} | {slope:,.0f} | " + " | ".join(cells) + " |", flush=True)
 
 
 # ---------------------------------------------------------------- on paper

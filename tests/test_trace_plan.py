@@ -95,9 +95,14 @@ def test_few_pieces_tell_of_whole_loops(monkeypatch, row):
     monkeypatch.setattr(train, "TRACES", {})
     with without(*LOOPS):
         whole = train.trace(run, blocks)
-    # 0.36 % with --tiled_mlp in rows of 32 segments: a part of the peak belongs to a segment in the middle. 0.45 % in
-    # full: of a weight's gradients, those of two tiles make a third tensor, and later ones are added in place.
-    assert largest(told) == pytest.approx(largest(whole), rel=0.005 if "tiled" in row.flags else 0.002)
+    tolerance = 0.002
+    if "tiled" in row.flags:
+        # 0.36 % in rows of 32 segments: a part of the peak belongs to a segment in the middle
+        tolerance = 0.004
+        if "lora" not in row.flags:
+            # 0.45 %: of a weight's gradients, those of two tiles make a third tensor, and later ones are added in place
+            tolerance = 0.005
+    assert largest(told) == pytest.approx(largest(whole), rel=tolerance)
     for unit in ("launches", "flops", "bytes", "length", "bus", "link"):
         assert amount_of(told, unit) == pytest.approx(amount_of(whole, unit), rel=0.01), unit
 
