@@ -60,8 +60,9 @@ class Family(NamedTuple):
     architecture: str  # what `architectures` in a config.json says
     # The mixers of its blocks, in config.json's words. linear_attention is Gated DeltaNet.
     layer_types: tuple = ("full_attention",)
-    # Which blocks have the first of two types if a file does not list them. "": none
-    first_type_in: str = "4, 8, ..."
+    # Of two types, block n has the first one if n minus this divides by the interval. "last": counted from
+    # the last block on. None: no block. For files that do not list the types.
+    first_type_at: int | str | None = 0
     bias: bool = False  # q_proj, k_proj and v_proj have one
     qk_norm: bool = False  # RMSNorm on each head of q and k, which bounds the scores (arXiv:2302.05442)
     bare_qk_norm: bool = False  # the same without a weight
@@ -90,12 +91,12 @@ FAMILIES = {
     "internlm3": Family("InternLM3ForCausalLM", other_architecture="LlamaForCausalLM"),
     "seed_oss": Family("SeedOssForCausalLM", bias=True),
     "cwm": Family(
-        "CwmForCausalLM", layer_types=("full_attention", "sliding_attention"), first_type_in="1, 5, ..."),
+        "CwmForCausalLM", layer_types=("full_attention", "sliding_attention"), first_type_at=1),
     "granite": Family("GraniteForCausalLM"),
     "mistral": Family(
-        "MistralForCausalLM", layer_types=("full_attention", "sliding_attention"), first_type_in=""),
+        "MistralForCausalLM", layer_types=("full_attention", "sliding_attention"), first_type_at=None),
     "ministral": Family(
-        "MinistralForCausalLM", layer_types=("full_attention", "sliding_attention"), first_type_in=""),
+        "MinistralForCausalLM", layer_types=("full_attention", "sliding_attention"), first_type_at=None),
     "ministral3": Family("Ministral3ForCausalLM", layer_types=("sliding_attention",), growing_q=True),
     "mistral3": Family("Mistral3ForConditionalGeneration", decoders=("mistral", "ministral3")),
     "qwen2": Family("Qwen2ForCausalLM", bias=True),
@@ -116,7 +117,7 @@ FAMILIES = {
     "muse_glimmer": Family("MuseGlimmerForConditionalGeneration", decoders=("muse_glimmer_text",)),
     "muse_glimmer_text": Family(
         "MuseGlimmerForCausalLM", layer_types=("full_attention", "sliding_attention"),
-        first_type_in="..., last", bare_qk_norm=True, norms_add_one=True, gate=True, branch_norms=True,
+        first_type_at="last", bare_qk_norm=True, norms_add_one=True, gate=True, branch_norms=True,
         embed_norm=True, some_rope=True),
 }
 
@@ -1205,8 +1206,8 @@ class LMHead(nn.Module):
             x = x * self.factor  # fewer numbers than logits
         if targets_BT is None:
             return self.logits(x, w_VD)
-        # Token 0, without a target, fills up a multiple of 128: allocators and oneDNN keep memory for each
-        # size. So no rank is without a row: the head's gradient and metrics are reduced over all ranks.
+        # Copies of token 0 without a target pad to a multiple of 128: allocators and oneDNN keep memory for
+        # each size. So every rank has a row, and takes part in reducing the head's gradient and the metrics.
         S = len(supervised_S)
         n_rows = min(nf4.ceil_div(max(S, 1), 128) * 128, targets_BT.numel())
         supervised_S = F.pad(supervised_S, (0, n_rows - S))
@@ -1231,7 +1232,7 @@ class Transformer(nn.Module):
     """Embedding, blocks, norm, and the head with the loss.
 
     Set from outside: compute_dtype (set_precision_), dropout (add_lora_), activation_hooks (a context around
-    the blocks, train.py's offload), sequence_group (the ranks that share a row)."""
+    the blocks, train.py's offload), sequence_group (the ranks that share a row), tokens_on_host."""
 
     def __init__(self, c):
         super().__init__()
@@ -1294,7 +1295,7 @@ class Transformer(nn.Module):
         *blocks, last = self.model.layers
         with self.activation_hooks or contextlib.nullcontext():
             for block in blocks:
-                # rope is a tuple: of a block's arguments, recomputation and offload save bare tensors only
+                # rope is a tuple: recomputation and offload save only a block's bare tensor arguments
                 x = block(x, rope, spans, cache, group)
         # without the hooks: the backward begins here
         x = last(x, rope, spans, cache, group)
@@ -1474,7 +1475,7 @@ def compile_(model, packing):
         return model.training
 
     def trains_experts(h):
-        # a graph has one number of rows, and torch traces grouped products in bf16 alone: so a GPU can
+        # a graph has a fixed number of rows, but on a CPU it varies; torch traces grouped_mm only in bf16
         return model.training and h.dtype is torch.bfloat16 and not fills_rows(h)
 
     def compiled(function, dynamic=dynamic, can_compile=is_training):
@@ -1523,7 +1524,7 @@ class Tiles:
         backward    read the inputs; run tile n again, then its backward; ... the same for tile 1
 
     In a recomputed block the first read starts the recomputation, which ends where the last call in tiles
-    saves its inputs. If each tile saved its own, each would run three times."""
+    saves its inputs. If each tile saved its own, these would run there, too: a third time."""
 
     def __init__(self, function, size, *inputs):
         self.function = function
@@ -1779,7 +1780,7 @@ class LiveBytes:
     Set from outside: in_backward, after_backward (a function), is_compiled, has_compiled."""
 
     now = None  # the one that counts, inside of on_paper()
-    repeats = 1  # times that a GPU runs what runs once here, see first_of()
+    times = 1  # how often a GPU runs what runs once here, see first_of()
     flash_in_fp16 = False  # see has_flash_on_paper()
 
     def __init__(self):
@@ -1788,7 +1789,7 @@ class LiveBytes:
         self.alive = 0  # bytes on the GPU
         self.host = 0  # bytes in host memory
         self.sizes = {}  # {id of a storage: its bytes}
-        self.on_host = set()  # ids of the storages that stand for host memory
+        self.host_ids = set()  # of the storages that stand for host memory
         self.peaks = {}
         self.in_backward = False
         self.is_compiled = False
@@ -1797,7 +1798,7 @@ class LiveBytes:
 
     def begin(self, phase):
         """A phase may begin more than once: its peak is the highest of all."""
-        LiveBytes.repeats = 1
+        LiveBytes.times = 1
         self.phase = phase
         self.work_in_phase = self.work.setdefault(phase, Counter())
         self.peaks[phase] = max(self.peaks.get(phase, 0), self.alive)
@@ -1807,17 +1808,17 @@ class LiveBytes:
         name = func._opname
         if func.is_view and not types:
             return func(*args, **kwargs)
-        on_host = self.on_host and kwargs.get("device") != META and self.lies_on_host(args)
+        reads_host = bool(self.host_ids) and kwargs.get("device") != META and self.lies_on_host(args)
         if not func._schema.returns:
             # It writes what is there. DTensor would look at all weights for each: 16 s of a 405B model.
-            if not on_host:
+            if not reads_host:
                 self.add_work(work_of(func, local_rows(args) if types else args, None))
             return None
         if types:  # FSDP2's DTensors
             out = func(*args, **kwargs)
             made = local_rows([out])
-            self.see(made, on_host=on_host)
-            if not (on_host or func.is_view):
+            self.see(made, on_host=reads_host)
+            if not (reads_host or func.is_view):
                 self.add_work(work_of(func, local_rows(args), made))
             return out
         if name in MOVES or "pin_memory" in kwargs or kwargs.get("device") == CPU:
@@ -1830,13 +1831,13 @@ class LiveBytes:
             self.add_work(work_of(func, args, args[0]))
             return args[0]
         out, work = self.result_of(func, args, kwargs)
-        if name == "copy_" and self.on_host and self.lies_on_host(args[1:]) != on_host:
+        if name == "copy_" and reads_host != self.lies_on_host(args[1:]):  # to the host, or back
             note_kernel("copy", bus=out.nbytes)
-        elif not on_host:
+        elif not reads_host:
             self.add_work(work)
         if self.is_compiled and name in PRODUCTS:
             self.see(args)  # what a product reads is in memory
-        self.see(out, self.is_compiled and work.is_fused, on_host)
+        self.see(out, self.is_compiled and work.is_fused, reads_host)
         return out
 
     def add_work(self, work):
@@ -1845,17 +1846,19 @@ class LiveBytes:
         is_backward = self.in_backward and not torch.is_grad_enabled()
         is_in_graph = self.is_compiled or (self.has_compiled and is_backward)
         if not (work.is_fused and is_in_graph):
-            self.work_in_phase[work] += LiveBytes.repeats
+            self.work_in_phase[work] += LiveBytes.times
 
     def to_host(self, func, args, kwargs):
         """-> a tensor that stands for host memory, or None if an operator makes none."""
         is_move = func._opname in MOVES
-        is_pinned = kwargs.pop("pin_memory", False) or func._opname == "_pin_memory"
+        # popped, because the meta device has no pinned memory, and run() may call the operator
+        asks_for_pinned = kwargs.pop("pin_memory", False) or func._opname == "_pin_memory"
         goes_to_cpu = kwargs.get("device") == CPU
         source = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].is_meta else None
-        if source is None or not (is_pinned or goes_to_cpu):
+        if source is None or not (asks_for_pinned or goes_to_cpu):
             return None  # a small tensor of the host's own, such as a count of steps
-        is_pinned = is_pinned or (is_move and kwargs.get("non_blocking", False))
+        # torch pins what it copies to the host without waiting
+        is_pinned = asks_for_pinned or (is_move and kwargs.get("non_blocking", False))
         out = torch.empty_like(source, dtype=kwargs.get("dtype"))
         self.count(out.untyped_storage(), out.nbytes, "pinned" if is_pinned else "host")
         if is_move and not self.lies_on_host(args):
@@ -1867,7 +1870,7 @@ class LiveBytes:
         for value in args:
             first = value[0] if isinstance(value, list | tuple) and value else value
             if isinstance(first, torch.Tensor):
-                return id(storage_of(first)) in self.on_host
+                return id(storage_of(first)) in self.host_ids
         return False
 
     def result_of(self, func, args, kwargs):
@@ -1899,7 +1902,7 @@ class LiveBytes:
         for t in out if isinstance(out, tuple | list) else [out]:
             if isinstance(t, torch.Tensor) and t.is_meta:
                 storage = t.untyped_storage()
-                if id(storage) in self.on_host:
+                if id(storage) in self.host_ids:
                     continue
                 n_bytes = storage.nbytes()
                 if fused:
@@ -1922,14 +1925,14 @@ class LiveBytes:
         if where == "gpu":
             self.alive += n_bytes
         else:
-            self.on_host.add(name)
+            self.host_ids.add(name)
             self.host += n_bytes
 
     def forget(self, name):
         """A storage is gone."""
         n_bytes = self.sizes.pop(name)
-        if name in self.on_host:
-            self.on_host.remove(name)
+        if name in self.host_ids:
+            self.host_ids.remove(name)
             self.host -= n_bytes
         else:
             self.alive -= n_bytes
@@ -2029,10 +2032,10 @@ def n_holders(storage):
 
 
 def is_fused(func, args, out):
-    """Whether a result in compiled code is in no memory, because Inductor fuses what makes it with what reads
-    it, and the backward computes it again: what is made of one tensor as large, like SiLU of gate, and a
-    product of two, which its backward needs anyway. A sum of two would be kept as two, and the sums of a
-    norm's rows are few. tests/test_compile.py compares this rule with torch's partitioner."""
+    """Whether a result in compiled code takes no memory: Inductor fuses what makes it with what reads it, and
+    the backward computes it again. So it is for what is made of one tensor as large, like SiLU of gate, and
+    for a product of two, which the backward needs anyway; a sum of two would need both.
+    tests/test_compile.py compares this rule with torch's partitioner."""
     if func.namespace != "aten" or func._opname in PRODUCTS or not isinstance(out, torch.Tensor):
         return False
     if func is ATEN.mul.Tensor:
@@ -2114,29 +2117,16 @@ def has_flash_on_paper(q):
     return q.dtype is torch.bfloat16 or (q.dtype is torch.float16 and LiveBytes.flash_in_fp16)
 
 
-class ExchangeOnPaper(torch.autograd.Function):
-    """exchange(), an all-to-all: as many bytes come as go, and nothing is kept."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        note_kernel("exchange", link=x.nbytes)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        note_kernel("exchange", link=grad.nbytes)
-        return torch.empty_like(grad), None
-
-
 def first_of(cut, n=1):
-    """A function that cuts something into pieces, with the first n alone: no other piece is larger. The work
-    of the last of these counts for all that are left out, too."""
+    """A function that cuts something into pieces, of which only the first n run: no other piece is larger.
+    The last of these counts, as work, for all that are left out, too."""
 
     def first(*args, **kwargs):
         pieces = list(cut(*args, **kwargs))
-        yield from pieces[: n - 1]
-        with repeated(len(pieces) - n + 1):
-            yield from pieces[n - 1 : n]
+        once, stand_in = pieces[: n - 1], pieces[n - 1 : n]
+        yield from once
+        with repeated(len(pieces) - len(once)):
+            yield from stand_in
 
     return first
 
@@ -2144,18 +2134,21 @@ def first_of(cut, n=1):
 @contextlib.contextmanager
 def repeated(n):
     """A context whose work a GPU does n times."""
-    before = LiveBytes.repeats
-    LiveBytes.repeats = before * n
+    before = LiveBytes.times
+    LiveBytes.times = before * n
     try:
         yield
     finally:
-        LiveBytes.repeats = before
+        LiveBytes.times = before
 
 
 class Between(torch.autograd.Function):
-    """The pieces of a loop between the first and the last one, without operators: memory for their results,
-    for what checkpoints save for each (`carried`), and for their gradients. So peaks are as if all ran: the
-    last piece runs beside all results, and the first one has its backward last, beside all gradients."""
+    """Stands for the pieces of a loop between the first and the last one. It runs none, but allocates their
+    results, what checkpoints save for each (`carried`), and their gradients. So peaks are right: the last
+    piece runs beside all results, and the backward of the first one, which is last, beside all gradients.
+
+    In the backward comes the last piece, once; then Between, which raises the factor of what follows to
+    n + 1; then the first piece; and when that has its last gradient, end_repeats()."""
 
     @staticmethod
     def forward(ctx, n, results, carried, n_bytes, _, *tensors):
@@ -2166,7 +2159,7 @@ class Between(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        LiveBytes.repeats *= ctx.n + 1  # the first piece is next
+        LiveBytes.times *= ctx.n + 1  # the first piece is next
         wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[5:])
         return None, None, None, None, None, *(torch.empty_like(t) if needs else None for t, needs in wanted)
 
@@ -2187,7 +2180,7 @@ def between(n, results, carried, pieces, first, n_bytes=0):
 
 
 def end_repeats(n, _):
-    LiveBytes.repeats = max(1, LiveBytes.repeats // n)
+    LiveBytes.times = max(1, LiveBytes.times // n)
 
 
 def ends_of(n_tokens, size):
@@ -2254,7 +2247,6 @@ ON_PAPER = [
     (HERE, "flash_attention", lambda: varlen_on_paper),
     (HERE, "runs_flash_attention", has_flash_on_paper),
     (HERE, "shares_key_heads", has_flash_on_paper),
-    (HERE, "exchange", ExchangeOnPaper.apply),
     (HERE, "mix_segments", functools.partial(segments_on_paper, mix_segments)),
     (HERE, "Tiles", functools.partial(tiles_on_paper, Tiles)),
     (HERE, "chunk_starts", first_of(chunk_starts, 2)),  # the second one adds to the gradient of the head
@@ -2272,13 +2264,11 @@ def on_paper(flash_in_fp16=False):
     class Mode(TorchDispatchMode):
         """torch calls it for each operator."""
 
+        # else operators pass through torch.compile's wrapper: plans are a tenth slower
+        _should_skip_dynamo = classmethod(lambda cls: False)
+
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return live.run(func, types, args, dict(kwargs or {}))
-
-        @classmethod
-        def _should_skip_dynamo(cls):
-            """Else operators pass through torch.compile's wrapper: plans are a tenth slower."""
-            return False
 
     live = LiveBytes()
     resize_ = torch.UntypedStorage.resize_
@@ -2314,7 +2304,7 @@ def on_paper(flash_in_fp16=False):
     calls = [
         *ON_PAPER,
         (LiveBytes, "now", live),
-        (LiveBytes, "repeats", 1),
+        (LiveBytes, "times", 1),
         (LiveBytes, "flash_in_fp16", flash_in_fp16),
         (torch, "compile", functools.partial(compile_on_paper, live)),
         (torch.UntypedStorage, "resize_", resize_on_paper_),
@@ -2492,7 +2482,7 @@ def blocks_of(given, family, values, theta, error):
     n_layers = values["num_hidden_layers"]
     allowed = family.layer_types
     interval = values["full_attention_interval"]
-    offset = {"4, 8, ...": 0, "1, 5, ...": 1, "..., last": n_layers, "": None}[family.first_type_in]
+    offset = n_layers if family.first_type_at == "last" else family.first_type_at
     is_between = [offset is None or (i - offset) % interval > 0 for i in range(1, n_layers + 1)]
 
     def is_list_of(values, choices):

@@ -227,8 +227,8 @@ def dequantize_pairs(codes_NP, scales_NM, table, dtype):
 
 
 class CompiledOrPlain:
-    """torch.compile(function), or with a warning the plain function where torch cannot compile it. Compiled
-    is one graph, so nothing of it has run by then. can_compile(*args): whether a call is compiled at all."""
+    """torch.compile(function), or with a warning the plain function where torch cannot compile it: it is one
+    graph, so nothing of it has run if that fails. can_compile(*args): whether a call is compiled at all."""
 
     failed = {}  # {function: why torch could not compile it}, of this process
 
@@ -292,8 +292,8 @@ fast_weight = torch.ops.oomph.nf4_weight.default
 
 @torch.library.impl("oomph::nf4_weight", "default")
 def compute_weight(codes_NP, scales_NQ, like):
-    """The weight in the dtype of `like`: x, in the backward the gradient. Without it torch.compile would do
-    the backward's dequantization in the forward, and keep every 16-bit weight alive."""
+    """The weight in the dtype of `like`: x, or in the backward the gradient. So the backward's call needs the
+    gradient: torch.compile cannot do it in the forward, and keep all 16-bit weights alive."""
     if like.dtype is torch.float32:
         return dequantize(codes_NP, scales_NQ, like.dtype)
     return dequantize_compiled(codes_NP, scales_NQ, like.dtype)
@@ -381,8 +381,8 @@ class NF4Linear(nn.Module):
         if is_generating and 0 < len(x) < MANY_ROWS * len(row_stops) and not x.is_meta:
             codes, scales, row_stops = experts_with_rows(codes, scales, row_stops)
         if self.keeps_weight:
-            # Autograd saves the weight, in a recomputed block the recomputation's (0.3 GiB for 8B): two
-            # dequantizations and not three. It does before the product runs: the recomputation ends there.
+            # Autograd saves this weight, in a recomputed block the recomputation's (0.3 GiB for 8B): two
+            # dequantizations, not three. It is saved before the product, so a recomputation may end there.
             y = linear(x, weight(codes, scales, self.fast, like=x.detach()), row_stops)
         else:
             y = NF4Matmul.apply(x, codes, scales, self.fast, row_stops)

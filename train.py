@@ -3267,7 +3267,8 @@ def plan(run, policy):
             kinds["workspace"] = step.peaks[phase] - start["gpu"]
             table[title] = kinds
     host = bytes_by_kind(step, "host")
-    head = step.starts[max(phase for phase in step.peaks if phase[1:3] == ("forward", "head"))]
+    n_forwards = max(phase.n_forward for phase in step.starts)
+    head = step.starts[Phase(n_forwards, "forward", "head")]
     host["activations"] = head["host"] - head["host gradients"] - host.total()
     host["gradients"] = max(start["host gradients"] for start in step.starts.values())
     return table, dict(+host)
@@ -3298,7 +3299,7 @@ class Trace(NamedTuple):
     """Bytes and work of a step. Its phases are in the order of time."""
 
     starts: dict  # {Phase: Counter of COUNTED}
-    left: dict  # {Phase: Counter of COUNTED: how much more there is when the next one begins}
+    growth: dict  # {Phase: Counter of COUNTED: how much more there is when the next one begins}
     peaks: dict  # {Phase: the most bytes on the GPU at once}
     work: dict  # {Phase: Counter {(kernel, unit): amount}}, see LiveBytes.work
     # {number of a block, or -1: Counter {("gpu" or "host", kind): bytes}} of weights and optimizer
@@ -3342,26 +3343,24 @@ def run_on_paper(run, policy):
     # all that build() and train_step() ask of Ranks
     limit = timedelta(seconds=args.timeout)
     ranks = argparse.Namespace(world=run.world, rank=0, device=torch.device("meta"), step_limit=limit)
-    lengths = [run.length]
-    if args.grad_accum > 1:  # what an earlier micro-batch leaves does not depend on its tokens
-        lengths = [min(run.length, 128), run.length]
+    n_batches = min(args.grad_accum, 2)  # a third one changes nothing
     with on_paper(run) as live:
         trainer = build(lm.on_meta(run.config, args), run, policy, ranks, load_weights=lambda model: None)
         # fully_shard() on a mesh of two dimensions leaves a cycle of references that holds a block's weights
         gc.collect(0)  # what is younger than on_paper()
         watch = Watch(live, trainer)
-        train_step(trainer, [batch_on_paper(args, n) for n in lengths], 1)
+        train_step(trainer, [batch_on_paper(args, run.length)] * n_batches, 1)
         owned = owned_bytes(trainer, live)
     work = {phase: Counter() for phase in watch.starts}
     for phase, amounts in work.items():
         for done, times in live.work[phase].items():
             for unit, amount in done.amounts.items():
                 amounts[done.kernel, unit] += times * amount
-    left = {}
+    growth = {}
     for phase, following in itertools.pairwise(watch.starts):
-        left[phase] = Counter(watch.starts[following])
-        left[phase].subtract(watch.starts[phase])
-    return Trace(watch.starts, left, {phase: live.peaks[phase] for phase in watch.starts}, work, owned)
+        growth[phase] = Counter(watch.starts[following])
+        growth[phase].subtract(watch.starts[phase])
+    return Trace(watch.starts, growth, {phase: live.peaks[phase] for phase in watch.starts}, work, owned)
 
 
 def owned_bytes(trainer, live):
@@ -3383,7 +3382,7 @@ def owned_bytes(trainer, live):
     owned = {block: Counter() for block in range(-1, len(trainer.model.model.layers))}
     for storage, kind in kinds.items():
         block = min(blocks[storage]) if len(blocks[storage]) == 1 else -1
-        owned[block]["host" if storage in live.on_host else "gpu", kind] += live.sizes[storage]
+        owned[block]["host" if storage in live.host_ids else "gpu", kind] += live.sizes[storage]
     return owned
 
 
@@ -3400,13 +3399,13 @@ class Watch:
         self.add_hooks(model, model.model.embed_tokens, "embedding")
         for i, block in enumerate(model.model.layers):
             self.add_hooks(block, block, "block", i)
-        self.add_hooks(model.model.norm, model, "head")
+        self.add_hooks(model.model.norm, model, "head")  # from the last norm to the result of the model
         if not trainer.in_backward:
             live.after_backward = functools.partial(self.begin, "backward", "update")  # norms, exchanges
             # not by a hook: a fork's optimizer may have none
             trainer.optimizer.step = functools.partial(self.update, trainer.optimizer.step)
 
-    def add_hooks(self, first, last, *phase):
+    def add_hooks(self, begins_at, ends_at, *phase):
         """A phase lasts from the call of one module to the result of another one, or of the same. Hooks come
         before FSDP2's, so that what FSDP2 gathers for a module counts as the module's."""
 
@@ -3419,8 +3418,8 @@ class Watch:
             if x.requires_grad:
                 x.register_hook(lambda _: self.begin("backward", *phase))
 
-        first.register_forward_pre_hook(before, prepend=True)
-        last.register_forward_hook(after, prepend=True)
+        begins_at.register_forward_pre_hook(before, prepend=True)
+        ends_at.register_forward_hook(after, prepend=True)
 
     def update(self, step):
         self.begin("update", "update")
@@ -3431,7 +3430,7 @@ class Watch:
         start = Counter(gpu=live.alive, host=live.host)
         for rows in nf4.rows_of(p.grad for p in self.trained if p.grad is not None):
             storage = id(rows.untyped_storage())
-            if storage in live.on_host:
+            if storage in live.host_ids:
                 start["host gradients"] += live.sizes[storage]
             else:
                 start["gradients"] += rows.nbytes
@@ -3445,12 +3444,15 @@ class Watch:
 
 def extrapolate(run, policy):
     """-> Trace of a step of all blocks, from one of few blocks for each kind of block in the policy: some at
-    the bottom, a period that repeats, and some at the top. If they do not tell, all blocks are traced."""
+    the bottom, a period that repeats, and some at the top. If it does not repeat, all blocks are traced."""
     n_layers = run.config.num_hidden_layers
     period = period_of(run.config)
+    #   the model   0 .. below - 1 | a period, 1 + n_more times | above
+    #   traced      0 .. below - 1 | a period, once             | above
+    #
     # Neighbors of a block are in memory with it, and copies to and from the host are two blocks ahead. If
     # that does not explain the numbers, the first blocks may be without adapters.
-    margins = [(2, 1), (2, 2), (3, 2), (2 + period, 2)]  # numbers of blocks below and above
+    margins = [(2, 1), (2, 2), (3, 2), (2 + period, 2)]  # (below, above)
     if run.args.offload:
         margins = margins[1:]
     if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
@@ -3490,29 +3492,31 @@ def of_blocks(run, numbers):
 
 
 def repeats(step, block, period, n_more):
-    """Whether `block` adds the same as the one a period below it, so that n_more periods more add that, too:
-    not if a fork shards some blocks together, changes every other one, or has other bytes before the step."""
-    bounds = [next(iter(step.starts.values()))["gpu"] - bytes_by_kind(step, "gpu").total()]
-    on_gpu, on_gpu_below = (sum(n for (where, _), n in step.owned[i].items() if where == "gpu")
-                            for i in (block, block - period))
-    bounds.append(n_more * (on_gpu - on_gpu_below))
+    """Whether `block` adds as much as the one a period below it, so that n_more periods will, too. Not if a
+    fork shards blocks together, changes every other one, or has other bytes before the step."""
+    differences = [next(iter(step.starts.values()))["gpu"] - bytes_by_kind(step, "gpu").total()]
+
+    def gpu_bytes(i):
+        return sum(n for (where, _), n in step.owned[i].items() if where == "gpu")
+
+    differences.append(n_more * (gpu_bytes(block) - gpu_bytes(block - period)))
     for phase in (phase for phase in step.starts if phase.block == block):
         below = phase._replace(block=block - period)
         if below not in step.starts:
             return False
-        bounds += [n_more * (step.left[phase][what] - step.left[below][what]) for what in COUNTED]
+        differences += [n_more * (step.growth[phase][what] - step.growth[below][what]) for what in COUNTED]
         rise, rise_below = (step.peaks[each] - step.starts[each]["gpu"] for each in (phase, below))
         copied, copied_below = (sum(n for (_, unit), n in step.work[each].items() if unit == "bus")
                                 for each in (phase, below))
-        bounds += [rise - rise_below, copied - copied_below]
-    return max(map(abs, bounds)) <= 0.001 * max(step.peaks.values())
+        differences += [rise - rise_below, copied - copied_below]
+    return max(map(abs, differences)) <= 0.001 * max(step.peaks.values())
 
 
-def joined(few, blocks, images):
-    """-> Trace of a model whose block i keeps blocks[i], and is like block images[i] of few[blocks[i]]. A
-    phase begins with what there was before the phase before it, and what that one has left."""
+def joined(few, blocks, traced_as):
+    """-> Trace of all blocks: block i, which keeps blocks[i], is as block traced_as[i] in few[blocks[i]]. A
+    phase starts with the bytes at the start of the phase before it, and the growth of that one."""
     bottom = few[blocks[0]]
-    owned = {i: few[kept].owned[image] for i, (kept, image) in enumerate(zip(blocks, images))}
+    owned = {i: few[kept].owned[image] for i, (kept, image) in enumerate(zip(blocks, traced_as))}
     step = Trace({}, {}, {}, {}, {-1: few[blocks[-1]].owned[-1], **owned})
     more = {where: bytes_by_kind(step, where).total() - bytes_by_kind(bottom, where).total()
             for where in ("gpu", "host")}
@@ -3527,10 +3531,11 @@ def joined(few, blocks, images):
             numbers = range(len(blocks)) if direction == "forward" else reversed(range(len(blocks)))
             phases = [Phase(n_forward, direction, module, i) for i in numbers]
         for phase in phases:
-            kept = blocks[{"block": phase.block, "head": -1}.get(module, 0)]
             image = phase
+            kept = blocks[-1 if module == "head" else 0]
             if module == "block":
-                image = phase._replace(block=images[phase.block])
+                image = phase._replace(block=traced_as[phase.block])
+                kept = blocks[phase.block]
             if image not in few[kept].starts:  # no backward, because no adapter is in a block below
                 continue
             if module == "update" and n_forward == n_forwards:  # all else is free, whenever it was freed
@@ -3546,7 +3551,7 @@ def joined(few, blocks, images):
                     if unit == "launches":  # for each weight, or few that read all weights
                         times = len(blocks) / n_few if n >= n_few else 1
                     step.work[phase][kernel, unit] = round(times * n)
-            start.update(few[kept].left.get(image, {}))
+            start.update(few[kept].growth.get(image, {}))
     return step
 
 
@@ -3639,8 +3644,8 @@ CARDS = {  # see cards_named()
 FILLERS = set("NVIDIA GEFORCE RTX TESLA GENERATION SXM SXM2 SXM4 SXM5 HBM2 HBM2E HBM3 HBM3E 480GB".split())
 # Fitted to three rows of tests/LOG.md: what kernels reach of a datasheet, and the host's time for a launch.
 # tests/test_time_plan.py has others, which were held out.
-PRODUCTS = 0.76
-MEMORY = 0.79
+PRODUCT_SHARE = 0.76
+MEMORY_SHARE = 0.79
 LAUNCH_S = 30e-6
 
 
@@ -3676,21 +3681,19 @@ def time_of_step(run, policy, card, length=None):
         for (kernel, unit), n in amounts.items():
             kernels.setdefault((phase[:2], kernel), Counter())[unit] += n
     busy = {}  # {pass: {what: seconds}}
-    for (one, _), n in kernels.items():
-        products_s = n["flops"] / (1e12 * card.tflops * PRODUCTS)
+    for (one_pass, _), n in kernels.items():
+        products_s = n["flops"] / (1e12 * card.tflops * PRODUCT_SHARE)
         attention_s = n["length"] * (length or run.length) / (1e12 * card.attention)
-        memory_s = n["bytes"] / (1e9 * card.gb_per_s * MEMORY)
+        memory_s = n["bytes"] / (1e9 * card.gb_per_s * MEMORY_SHARE)
         # an update has no autograd, which takes half of the host's time
-        launch_s = LAUNCH_S / 2 if "update" in one else LAUNCH_S
-        busy.setdefault(one, Counter()).update(
+        launch_s = LAUNCH_S / 2 if "update" in one_pass else LAUNCH_S
+        busy.setdefault(one_pass, Counter()).update(
             gpu=max(products_s + attention_s, memory_s), host=n["launches"] * launch_s,
             bus=n["bus"] / (1e9 * card.bus), links=n["link"] / (1e9 * card.link))
-    # Of several micro-batches two are traced, the second one in whole rows. It counts for all of them.
-    n_forwards = max(n_forward for n_forward, _ in busy)
-    first = n_forwards // 2 if run.args.grad_accum > 1 else 0
     with_host = without_host = 0
-    for (n_forward, direction), seconds in busy.items():
-        times = 1 if direction == "update" else run.args.grad_accum * (n_forward > first)
+    for (_, direction), seconds in busy.items():
+        # of several micro-batches two are traced
+        times = 1 if direction == "update" else max(1, run.args.grad_accum / 2)
         with_host += times * max(seconds.values())
         del seconds["host"]
         without_host += times * max(seconds.values())
@@ -3721,7 +3724,7 @@ def describe_time(run, policy, name, steps, length):
     reasons = "; ".join(why for why in bounds if bounds[why])
     about, up_to = ("at least", "at most ") if reasons else ("about", "")
     n_tokens = args.batch_size * args.grad_accum * run.world // args.sequence_parallel * run.length
-    text = f"a step takes {about} {seconds:,.2f} s on an {name}, {up_to}{n_tokens / seconds:,.0f} tok/s"
+    text = f"a step takes {about} {seconds:,.2f} s on the {name}, {up_to}{n_tokens / seconds:,.0f} tok/s"
     if steps:
         text += f", {steps:,} steps {about} {timedelta(seconds=round(steps * seconds))}"
     accuracy = "an estimate: this card has not been measured, expect an error of up to about 25 %"
@@ -3761,7 +3764,7 @@ class StreamOnPaper:
 
 
 # torch.meta, which torch does not have: FSDP2 and DeviceMesh ask it for what torch.cuda has
-META = argparse.Namespace(
+TORCH_META = argparse.Namespace(
     Stream=StreamOnPaper, Event=StreamOnPaper, current_stream=StreamOnPaper, stream=contextlib.nullcontext,
     current_device=lambda: 0, device_count=lambda: 1, is_initialized=lambda: True)
 GROUP_NAMES = itertools.count(10**9, 10**4)  # those of real groups are small numbers
@@ -3804,7 +3807,7 @@ def ranks_on_paper(world):
     ]
     with lm.replaced(calls), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP2's, about what a block returns: real runs print it
-        torch.meta = META
+        torch.meta = TORCH_META
         try:
             if not dist.is_initialized():
                 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -3871,12 +3874,15 @@ def policy_of(n_layers, n_recomputed, n_weights_kept=0, n_attention_kept=0, n_re
     """-> BlockPolicy. The first blocks are recomputed, because what the last ones keep is free again soonest;
     the last of them keep attention's output. The last blocks keep their weights. Streamed are the last block,
     and others spread evenly, so that a copy hides behind the resident blocks between two of them, too."""
-    n_streamed = n_layers - n_resident
+
+    def n_streamed_below(i):
+        return i * (n_layers - n_resident) // n_layers
+
     blocks = [
         Kept(recomputed=i < n_recomputed,
              attention=n_recomputed - n_attention_kept <= i < n_recomputed,
              weights=i >= n_layers - n_weights_kept,
-             resident=(i + 1) * n_streamed // n_layers == i * n_streamed // n_layers)
+             resident=n_streamed_below(i + 1) == n_streamed_below(i))
         for i in range(n_layers)]
     return BlockPolicy(tuple(blocks), segment)
 
@@ -3885,9 +3891,9 @@ def blocks_as_asked(run):
     """-> BlockPolicy by --activation_checkpointing and --resident_blocks. auto is the least memory:
     all blocks are recomputed, and none is resident."""
     n_layers = run.config.num_hidden_layers
-    numbers = {"all": n_layers, "auto": n_layers}
-    n_recomputed = numbers.get(run.args.activation_checkpointing, run.args.activation_checkpointing)
-    n_resident = (numbers | {"auto": 0}).get(run.args.resident_blocks, run.args.resident_blocks)
+    asked, resident = run.args.activation_checkpointing, run.args.resident_blocks
+    n_recomputed = {"all": n_layers, "auto": n_layers}.get(asked, asked)
+    n_resident = {"all": n_layers, "auto": 0}.get(resident, resident)
     return policy_of(n_layers, min(n_recomputed, n_layers), n_resident=min(n_resident, n_layers))
 
 

@@ -4,12 +4,14 @@ holds pairs of them; this found that adapters from o_proj on with --tiled_mlp en
     python tests/check_flags.py --minutes 20 --compile 0.05             # 1 to 4 ranks on the CPU
     OOMPH_EMULATED_CUDA=1 python tests/check_flags.py --seed 2          # 1 or 2 ranks on the emulated device
     python tests/check_flags.py --plan                                  # the memory plan, as test_plan.py holds it
+    python tests/check_flags.py --presets                               # the plan of a preset, from all of its blocks
 
 A case is a model, a method and data, trained for four steps on one rank without a flag of memory. Four runs of it have
 other ranks and flags, and half of these stop on the way and continue on yet others. Losses, gradient norms and exported
 weights must be the plain run's within the rounding of float32, weights as check_same_weights() has it (conftest.py).
 
-With --plan, a case is a step that test_plan.py counts: the plan must be within 2 % of its bytes.
+With --plan, a case is a step that test_plan.py counts: the plan must be within 2 % of its bytes. With --presets, it is
+the plan of a preset with random blocks: from few blocks it must be within 1 % of a trace of all.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from conftest import (
     run_ranks)
 from safetensors.torch import load_file
 
+import data
 import test_plan
 import train
 
@@ -252,6 +255,37 @@ def check_plan(rng, folder):
     yield Answer(f"{ratio:.3f}" if abs(ratio - 1) > 0.02 else "", said)
 
 
+def check_preset(rng):
+    """The Answer of a plan from few blocks: the peak, and host memory when the forward ends, beside a trace of all."""
+    name = rng.choice(list(data.PRESETS))
+    world = rng.choice([1, 1, 2, 4, 8, 64])
+    method = rng.choice(ADAPTERS)
+    flags = [f"--seq_len {rng.choice([1024, 4096, 16384, 65536])}", method, rng.choice(TRAINED), rng.choice(BLOCKS[:3]),
+             *some(rng, ["--no-compile", "--tiled_mlp 4096", "--batch_size 3", "--grad_accum 2"], 0.2)]
+    if world > 1:
+        flags += ["--fsdp2", *some(rng, [*SHARDED[:4], "--sequence_parallel 2"], 0.3)]
+    words = " ".join(flags)
+    said = [f"{name}, {world} ranks: {words}"]
+    try:
+        args = train.parse_args(["--model", name, "--dry_run", "--world", str(world), *words.split()])
+        config = train.open_config(args, world, device=None, random_init=True).config
+    except (argparse.ArgumentError, ValueError):
+        return Answer(None, said)
+    run = train.RunSpec(args, config, world, args.seq_len)
+    choices = train.choices_for(run)
+    choice = rng.choice(choices)
+    said.append(str(choice))
+    policy = train.policy_of(config.num_hidden_layers, **choice)
+    train.TRACES.clear()
+    few, whole = train.extrapolate(run, policy), train.trace(run, policy)
+    peaks = [max(step.peaks.values()) / 2**30 for step in (few, whole)]
+    hosts = [max(start["host"] for start in step.starts.values()) / 2**30 for step in (few, whole)]
+    said.append(f"few blocks {peaks[0]:.3f} GiB and {hosts[0]:.3f} of the host, all {peaks[1]:.3f} and {hosts[1]:.3f}")
+    ratios = [peaks[0] / peaks[1], (1 + hosts[0]) / (1 + hosts[1])]
+    is_wrong = any(abs(ratio - 1) > 0.01 for ratio in ratios)
+    return Answer(" ".join(f"{ratio:.4f}" for ratio in ratios) if is_wrong else "", said)
+
+
 def answers_until(end, args):
     """Yields the Answers of random cases, one behind the other. Each has a seed of its own, which repeats it."""
     for seed in itertools.count(args.seed):
@@ -259,7 +293,9 @@ def answers_until(end, args):
             return
         rng = random.Random(seed)
         with tempfile.TemporaryDirectory() as folder:
-            if args.plan:
+            if args.presets:
+                answers = [check_preset(rng)]
+            elif args.plan:
                 with contextlib.redirect_stdout(io.StringIO()):
                     answers = list(check_plan(rng, Path(folder)))
             else:
@@ -274,6 +310,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", type=float, default=0.0, help="part of the runs that compile")
     parser.add_argument("--plan", action="store_true", help="check the memory plan")
+    parser.add_argument("--presets", action="store_true", help="check plans of presets from few blocks")
     train.StoreOnce = argparse._StoreAction  # random flags come behind those of test_plan.py, and count
     args = parser.parse_args()
     n_right = n_refused = n_wrong = 0

@@ -44,7 +44,7 @@ NAMES = [
     Name("torch._C._distributed_c10d", "_set_global_rank", "leave it out: it is for log lines"),
     Name("torch._C._distributed_c10d", "_register_process_group", GROUPS),
     Name("torch._C._distributed_c10d", "_unregister_process_group", GROUPS),
-    # FSDP2 on the meta device. torch.meta, which it asks for streams, is train.META.
+    # FSDP2 on the meta device. torch.meta, which it asks for streams, is train.TORCH_META.
     Name(f"{FSDP2}._fsdp_param", "FSDPParam", "find the class of a sharded parameter"),
     Name(f"{FSDP2}._fsdp_param.FSDPParam", "reset_sharded_param", "find what pins parameters"),
     Name(f"{FSDP2}._fsdp_param.FSDPParam", "pin_memory", "find whether a parameter is pinned"),

@@ -178,7 +178,7 @@ def dry_run(capsys, flags):
 def test_a_dry_run_tells_memory_and_time_of_a_card_by_name(capsys):
     said = dry_run(capsys, "--model llama-3.1-8b --lora --seq_len 4096 --gpu 4090")
     assert "of 23.60" in said
-    assert "on an RTX 4090" in said
+    assert "on the RTX 4090" in said
     assert "up to about 25 %" in said
     assert "within a tenth" in dry_run(capsys, "--model llama-3.1-8b --lora --seq_len 4096 --gpu H100")
     assert "a step takes" not in dry_run(capsys, "--model llama-3.1-8b --lora --seq_len 4096 --gpu_gib 23.6")
