@@ -9,7 +9,7 @@ Logits (8,192 x 128,256 x 4 bytes = 3.9 GiB): the loss overwrites them with thei
 chunk by chunk (Liger, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009).
 
 Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model. This file needs torch
-and nf4.py alone: copy the two to use them elsewhere.
+and nf4.py: copy the two to use them elsewhere.
 
 Shapes are in the names:
 
@@ -434,7 +434,7 @@ def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
 
         FlashAttention, documents of any lengths    one call, which gets their `bounds`
         documents of one length, without gaps       one call of sdpa(), each document a row of its batch
-        a new token behind a cache                  the same: it sees all keys
+        a new token after a cache                   the same: it sees all keys
         else                                        a call of sdpa() for each document
 
     The last way is for packed rows in float32, and for all of them on a card older than Ampere. It costs some
@@ -647,7 +647,7 @@ def chunk_system(q_NGK, k_NGK, v_NHP, g_NH, beta_NH, positions_nC):
 
 
 def chunk_by_chunk(*tensors):
-    """(what belongs to chunk 0), (chunk 1) ... It has a name because a plan runs the first chunk alone."""
+    """(what belongs to chunk 0), (chunk 1) ... It has a name because a plan runs only the first chunk."""
     return zip(*tensors)
 
 
@@ -853,7 +853,7 @@ class GatedDeltaNet(nn.Module):
 
 
 # ---------------- MLP and experts
-# Both are finish(start(h)), because --compile compiles start() alone, see Block.
+# Both are finish(start(h)), because --compile compiles only start(), see Block.
 
 
 class MLP(nn.Module):
@@ -1126,7 +1126,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunk_starts(n_tokens, chunk):
-    """Where chunks begin. It has a name because a plan runs the first two chunks alone."""
+    """Where chunks begin. It has a name because a plan runs only the first two chunks."""
     return range(0, n_tokens, chunk)
 
 
@@ -1267,7 +1267,7 @@ class Transformer(nn.Module):
 
             x = embedding of the tokens          [B, T, D]
             x = block(x), for each block         + attention(norm(x)), then + MLP(norm(x))
-            logits = norm(x) @ head.T            of the supervised tokens alone, [S, V], a chunk at a time
+            logits = norm(x) @ head.T            of the supervised tokens, [S, V], a chunk at a time
             loss = -log softmax(logits)[target]  summed over these tokens
 
         positions restart at 0 in every document; without positions each row is one document. With a
@@ -1497,7 +1497,7 @@ def compile_(model, packing):
         if isinstance(module, MoE):
             module.start_experts = compiled(module.start_experts, can_compile=trains_experts)
     head = model.lm_head
-    if head.custom_loss:  # its forward alone: torch.autograd.grad() cannot be compiled
+    if head.custom_loss:  # only its forward: torch.autograd.grad() cannot be compiled
         head.masked_loss = compiled(head.masked_loss, dynamic=True)  # the last tokens are fewer
     else:
         head.capped_loss_and_grad = compiled(head.capped_loss_and_grad, dynamic=True)
@@ -1543,7 +1543,7 @@ class Tiles:
         return self.function(*self.read_inputs()[i])
 
     def read_inputs(self):
-        """In the backward, which needs values alone: gradients go through the graph of the forward."""
+        """In the backward, which needs only values: gradients go through the graph of the forward."""
         if not self.inputs:
             saved = self.saved.grad_fn.saved_tensors
             self.inputs = self.cut(*(t.detach().requires_grad_(t.requires_grad) for t in saved))
@@ -1563,7 +1563,7 @@ def run_in_tiles(size, has_dropout, function, *inputs):
 
 
 def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, records=None):
-    """Block.forward() by --tiled_mlp. What stands before and behind the mixer runs in tiles of tokens, and
+    """Block.forward() by --tiled_mlp. What stands before and after the mixer runs in tiles of tokens, and
     attention for one group of key heads, with their query heads, at a time:
 
         forward     tiles of qkv(); attention of group 1, group 2, ... group n; tiles of o_proj_and_mlp()
@@ -1733,7 +1733,7 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
     # three weights of the MLP or of k experts, three of the shared one, the router
     mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
     blocks = sum(mixer_weights(c, layer_type) + mlp for layer_type in c.layer_types)
-    # the head sees supervised tokens alone, and the embedding is a look-up
+    # the head sees only supervised tokens, and the embedding is a look-up
     head = c.hidden_size * c.vocab_size * counts.targets
     products = blocks * counts.tokens + head
     # Two tokens that attend to each other cost 4*H*K, and 2.5 times that in the backward. Here 2, because
@@ -1876,7 +1876,7 @@ class LiveBytes:
     def result_of(self, func, args, kwargs):
         """-> (func(*args, **kwargs), its Work). Most operators on the meta device are Python functions that
         take 0.1 ms. FORMS has the form of their results: plans are three times as fast."""
-        if func._opname == "_grouped_mm":  # which the meta device has for bf16 alone
+        if func._opname == "_grouped_mm":  # which the meta device has only for bf16
             a, b, stops = args[:3]
             out = a.new_empty(len(a), b.shape[-1])  # where b is a stack
             if b.dim() == 2:
@@ -1973,7 +1973,7 @@ NOTHING = Work((), {})
 
 def work_of(func, args, out):
     """-> Work. A kernel reads its arguments and writes its result. A product a [..., rows, inner] @
-    b [..., inner, columns] has a and b behind its other arguments; float32 is half as fast, in TF32."""
+    b [..., inner, columns] has a and b after its other arguments; float32 is half as fast, in TF32."""
     name = func._opname
     if FREE.search(name):
         return NOTHING

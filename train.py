@@ -3794,7 +3794,7 @@ def ranks_on_paper(world):
         WORLDS[world] = {name: {} for name in GROUP_TABLES} | {"_world": distributed_c10d._World()}
     calls = [
         *((distributed_c10d, name, groups) for name, groups in WORLDS[world].items()),
-        # Ranks name groups by counting them, and rank 0 alone may print a plan.
+        # Ranks name groups by counting them, and only rank 0 may print a plan.
         (distributed_c10d, "_group_count", next(GROUP_NAMES)),
         (torch._C._distributed_c10d, "_set_global_rank", lambda rank: None),  # for log lines of C++
         (sys, "excepthook", sys.excepthook),  # each new group puts a "[rank0]" before all errors
@@ -3847,7 +3847,7 @@ def batch_on_paper(args, length):
 class Kept(NamedTuple):
     """What a block keeps from its forward to its backward, and where its weights are."""
 
-    recomputed: bool = False  # its input alone: the backward runs it again
+    recomputed: bool = False  # only its input: the backward runs it again
     attention: bool = False  # and, if it is recomputed, the output of attention, which does not run again
     weights: bool = False  # dequantized NF4 weights, in 16 bits
     resident: bool = False  # on the GPU, where --offload params moves the frozen weights of other blocks
@@ -3978,7 +3978,7 @@ def choices_for(run):
 
 
 def ladder_of(run):
-    """-> flags that may lower the peak, as they are typed behind the command line, those that cost the least
+    """-> flags that may lower the peak, as they are typed after the command line, those that cost the least
     time first (tests/LOG.md). What the user has switched off stays off, except --chunked_ce, and a step keeps
     its number of rows."""
     args = run.args
@@ -4004,7 +4004,7 @@ def ladder_of(run):
 
 
 def with_options(run, options):
-    """A copy of `run` with options typed behind the command line, or None if they cannot be used together."""
+    """A copy of `run` with options typed after the command line, or None if they cannot be used together."""
     # resolve_flags() would take these two for flags that were given
     decided = {"adapter": None, "offload": run.args.offload or None}
     args = argparse.Namespace(**vars(run.args) | decided)
