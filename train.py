@@ -35,7 +35,6 @@ Words:
     room      bytes of a GPU that a run may use
     on paper  on the meta device, where tensors have shapes and no memory
     term      what a loss is a mean of: a supervised token, or a pair of --dpo
-    sink      what gets the metrics beside metrics.jsonl: TensorBoard, Weights & Biases
 """
 
 import os
@@ -168,7 +167,9 @@ def main(argv, progress, exits):
         if resumed:
             # in place: the optimizer has allocated all of its state already
             load_checkpoint(resumed, state["files"], training_tensors(model, optimizer, nonfinite))
-        write_files(out, args, policy, revisions, state, ranks)
+        if ranks.rank == 0:
+            settings = settings_of(args, ranks.world) | {"revisions": revisions}
+            data.write_json(out / "args.json", settings | OURS)
     state = ranks.gather(state)[0]  # from here on all ranks have the same
     saver = Saver(out, args.keep, ranks, state["step"])
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
@@ -230,8 +231,7 @@ def main(argv, progress, exits):
         log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
         if log_due or overdue or save_due or stopped:
             # the only host sync of the step
-            numbers = to_host(
-                device, {**log.means(), "lr": lr, "grad_norm": norm, **nonfinite.take_counts_()})
+            numbers = to_host({**log.means(), "lr": lr, "grad_norm": norm, **nonfinite.take_counts_()})
             bad_step = index_of_bad_step(step, numbers)
             if bad_step is not None:
                 end_not_finite(trainer, loader, bad_step)
@@ -282,20 +282,18 @@ class Ranks:
         # gather() and agree(), where a rank may load or save for hours: rank 0 gives up after this time and
         # names who is missing, the others after twice as long.
         self.long_limit = timedelta(seconds=PATIENCE * timeout)
-        # One rank under plain python: without `control`, what follows talks to no other process.
+        # One rank under plain python: without `control`, the methods talk to no other process.
         self.rank = 0
         self.world = 1
         self.control = None
-        environment = os.environ if "RANK" in os.environ else {}
-        self.local = int(environment.get("LOCAL_RANK", 0))
+        under_torchrun = "RANK" in os.environ
+        environment = os.environ if under_torchrun else {}
+        self.local = int(environment.get("LOCAL_RANK", 0))  # its number on this machine
         self.device = prepare_device(self.local, int(environment.get("LOCAL_WORLD_SIZE", 1)))
         on_gpu = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "CPU"
-        self.join(want_group)
 
-    def join(self, want_group):
-        """Joins the process group of torchrun's variables, or makes one of this process alone, for FSDP2."""
-        under_torchrun = "RANK" in os.environ
+        # Joins the process group of torchrun's variables, or makes one of this process alone, for FSDP2.
         store = dist.HashStore()  # belongs to this process alone: no port has to be free
         if under_torchrun:
             # torchrun itself waits for all ranks
@@ -324,7 +322,6 @@ class Ranks:
             self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
 
     def say(self, text):
-        """Prints on rank 0."""
         if self.rank == 0:
             data.say(text)
 
@@ -339,17 +336,14 @@ class Ranks:
         return values
 
     def largest(self, *numbers):
-        """[the largest of each number over all ranks]: an all-reduce on the CPU, which waits for no GPU.
-        A signal may have reached one rank alone, and clocks differ between machines."""
         highest = torch.tensor(numbers)
         if self.world > 1:
-            dist.all_reduce(highest, dist.ReduceOp.MAX)
+            dist.all_reduce(highest, dist.ReduceOp.MAX)  # on the CPU, where it waits for no GPU
         return highest.tolist()
 
     @contextlib.contextmanager
     def agree(self, end_run=True):
-        """If a rank raises ValueError or OSError inside the block, all ranks end with its message, and none
-        waits for it in the next collective. end_run=False: all raise an OSError with the message."""
+        """All ranks end with the message of a rank that raises ValueError or OSError inside the block."""
         error = None
         try:
             yield
@@ -358,7 +352,7 @@ class Ranks:
             error = str(caught)
         errors = [text for text in self.gather(error) if text]
         if errors and not end_run:
-            raise OSError(errors[0])
+            raise OSError(errors[0])  # on all ranks
         if errors:
             self.leave()
             raise SystemExit(errors[0])  # a wrong flag is an error on all ranks: one of them is enough
@@ -451,13 +445,7 @@ class RunSpec(NamedTuple):
     flash_in_fp16: bool = False
 
     @property
-    def shards(self):
-        """Ranks that share the rows of a weight: replicas have the same shards."""
-        return self.world // self.args.replicas if self.args.fsdp2 else 1
-
-    @property
     def trains_vocabulary(self):
-        """Whether embedding and head are trained."""
         return not self.args.lora or self.args.train_embeddings
 
     @property
@@ -476,11 +464,10 @@ def open_config(args, world, device, random_init, revisions=None):
         folder = data.folder_of("adapter", args.adapter, revisions)
         adapter_reader, adapter_settings = data.open_adapter(folder)
         settings = data.read_json(folder / data.ADAPTER_CONFIG)
-        commits = revisions_of(folder) if is_run(folder.parent) else {}
-        if settings.get("revision"):
-            commits[settings.get(data.BASE)] = str(settings["revision"])
-        if args.model in commits and not os.path.isdir(args.model):
-            revisions.setdefault(args.model, commits[args.model])
+        # the commit of its base on the Hub, under which it was trained
+        is_on_hub = settings.get(data.BASE) == args.model and not os.path.isdir(args.model)
+        if is_on_hub and settings.get("revision"):
+            revisions.setdefault(args.model, str(settings["revision"]))
     with data.errors_of_base(args.model, folder):
         files = data.find_model(args.model, random_init, revisions)
         config = lm.parse_config(files.config, f"{args.model}: config.json")
@@ -562,7 +549,7 @@ def resolve_for_model(args, config, adapter_settings, device):
 def check_sizes(args, config, world):
     """ValueError where a flag does not fit the ranks or the model."""
     n_heads = {"heads of attention": config.num_attention_heads}
-    if "linear_attention" in config.layer_types:
+    if "linear_attention" in config.layer_types:  # Gated DeltaNet
         n_heads["key heads of Gated DeltaNet"] = config.linear_num_key_heads
     for flag in ("replicas", "sequence_parallel"):
         given = getattr(args, flag)
@@ -588,13 +575,12 @@ def check_sizes(args, config, world):
 
 
 def default_rate(config, lora, dpo):
-    """The default of --lr."""
     # Fitted to the best rates of LoRA on Llama and Qwen of many sizes (get_lr() in
     # github.com/thinking-machines-lab/tinker-cookbook): wider models need a smaller rate, Qwen hardly. There
     # is no published rule for other families.
     exponent = 0.0775 if config.model_type.startswith("qwen") else 0.781
     rate = 5e-4 * (2000 / config.hidden_size) ** exponent
-    if not lora:
+    if not lora:  # full fine-tuning
         rate /= 10
     if dpo:
         rate /= 10
@@ -767,12 +753,9 @@ def say_notes(args, config, steps, ranks):
         ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
 
 
-# ---------------- limits of the memory
-
-
 def limit_gpu(gpu_gib, ranks):
-    """Limits the process to --gpu_gib of its GPU, if it has one -> bytes that every rank may use: all must
-    recompute the same blocks. On a CPU only --gpu_gib is a limit. Collective."""
+    """Limits the process to --gpu_gib of its GPU -> bytes that each rank may use. Collective."""
+    # one number for all ranks, because all must recompute the same blocks
     limit = (gpu_gib or math.inf) * GIB
     if ranks.device.type != "cuda":
         return min(ranks.gather(limit))
@@ -812,11 +795,9 @@ class Trainer(NamedTuple):
 
 
 def build(model, run, policy, ranks, load_weights):
-    """Wraps a model on the meta device, allocates it, loads its weights, makes the optimizer -> Trainer.
-
-    The memory plan calls this as main does, with the meta device: what is called here is planned as it runs.
-    load_weights: a function of the model."""
-    # each feature wraps what is there, from the inside out
+    """Wraps a model on the meta device, allocates it, loads its weights, makes the optimizer -> Trainer."""
+    # The memory plan calls this as main does, on the meta device: what is called here is planned as it runs.
+    # Each feature wraps what is there, from the inside out.
     args = run.args
     device = ranks.device
     if args.compile:
@@ -832,9 +813,7 @@ def build(model, run, policy, ranks, load_weights):
     on_host = allocate_(model, run, policy, device)
     load_weights(model)
     # these two live on in the hooks that they register on modules
-    host_pages = {}
-    if on_host:
-        host_pages = StreamedWeights(on_host, device).host_pages
+    host_pages = StreamedWeights(on_host, device).host_pages if on_host else {}
     if run.streams and not run.trains_vocabulary:
         StreamedVocabulary(model, device)
     # on a CPU, activations are in host memory already
@@ -890,11 +869,10 @@ def train_step(trainer, batches, n_terms):
 
 
 def loss_of(model, b, args):
-    """-> (summed loss of a batch, {name: sum of a metric}), on the device, with the same names in each batch.
-    The log divides the sums by the supervised tokens, or by the pairs of --dpo. Metrics of tokens come from
-    lm_head.custom_loss."""
-    # With --sequence_parallel N a rank has a shard of the tokens, but b.n_targets of its whole group: a
-    # metric that sums these counts them N times.
+    """-> (summed loss of a batch, {name: sum of a metric}), on the device, with the same names each time."""
+    # The log divides these by the supervised tokens, or by the pairs of --dpo. With --sequence_parallel N a
+    # rank has a shard of the tokens, but b.n_targets of its whole group: a metric that sums these counts them
+    # N times.
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if not args.dpo:
         loss = model(*inputs)
@@ -908,15 +886,15 @@ def loss_of(model, b, args):
 
 
 def preferences(losses_S, reference_S, n_targets, beta):
-    """DPO (arXiv:2305.18290): losses of tokens, by the model and by its reference -> (summed loss, metrics).
-    n_targets: of each document, a chosen one before its rejected one; P pairs."""
+    """DPO (arXiv:2305.18290): losses of tokens, by model and reference -> (summed loss, metrics)."""
+    # n_targets has the documents of P pairs, each chosen one before its rejected one
     logp_P2 = log_probabilities(losses_S, n_targets)
     reference_P2 = log_probabilities(reference_S, n_targets)
     rewards_P2 = beta * (logp_P2 - reference_P2)
     margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
     # log(sigmoid()) would be log(0) for a pair that the model gets very wrong
     loss_sum = -nn.functional.logsigmoid(margins_P).sum()
-    logp_chosen, logp_rejected = logp_P2.sum(0)
+    logp_chosen, logp_rejected = logp_P2.sum(0)  # over the pairs
     return loss_sum, {
         "reward_margin": margins_P.sum(),
         "reward_accuracy": (margins_P > 0).float().sum(),
@@ -930,7 +908,7 @@ def log_probabilities(losses_S, n_targets):
     if not n_targets:  # an evaluation's rank without rows
         return losses_S.new_zeros(0, 2)
     # not index_add: on a GPU it adds in another order, with other bits, in each run
-    answers = losses_S.split(n_targets)
+    answers = losses_S.split(n_targets)  # the losses of each document
     return -torch.stack([answer.sum() for answer in answers]).view(-1, 2)
 
 
@@ -945,20 +923,17 @@ def evaluating(model):
 def evaluate(model, loader, ranks, args, stop=None):
     """-> {"eval_loss": mean of all rows, and what else metrics.jsonl has}, or None after a signal."""
     sums = Counter()
-    stopped = 0
     with evaluating(model), torch.no_grad():
         for batch in loader.once():
             ranks.rearm_watchdog()
             # Clusters kill soon after a signal. All ranks have equally many batches and stop before the same.
             (stopped,) = ranks.largest(stop.number if stop else 0)
             if stopped:
-                break
+                return None
             loss, metrics = loss_of(model, batch.to(ranks.device, model.tokens_on_host), args)
             # float64, so that the digits that are printed do not depend on the number of ranks
             sums.update({name: value.double() for name, value in [("loss", loss), *metrics.items()]})
-    if stopped:
-        return None
-    sums_of_ranks = ranks.gather(to_host(ranks.device, sums))
+    sums_of_ranks = ranks.gather(to_host(sums))
     n_terms = int(loader.per_row.terms.sum())  # each row is in one batch of one rank
     means = {f"eval_{name}": sum(one[name] for one in sums_of_ranks) / n_terms for name in sums}
     if model.compute_dtype is torch.float16 and not math.isfinite(means["eval_loss"]):
@@ -967,12 +942,10 @@ def evaluate(model, loader, ranks, args, stop=None):
     return means | {f"eval_{loader.term}": n_terms}
 
 
-def to_host(device, tensors):
-    """{name: tensor or number} -> {name: number, or list of them}, for which the host waits once."""
-    wide = {name: torch.as_tensor(tensor, dtype=torch.float64).to(device) for name, tensor in tensors.items()}
-    numbers = torch.cat([tensor.flatten() for tensor in wide.values()]).cpu()
-    parts = numbers.split([tensor.numel() for tensor in wide.values()])
-    return {name: part.view(wide[name].shape).tolist() for name, part in zip(wide, parts)}
+def to_host(tensors):
+    """{name: tensor or number} -> {name: number, or list of them}."""
+    # The first one waits for the GPU. Behind it nothing runs, so each of the few others takes microseconds.
+    return {name: torch.as_tensor(tensor, dtype=torch.float64).tolist() for name, tensor in tensors.items()}
 
 
 # ---------------- FSDP2, activation offload
@@ -994,8 +967,7 @@ def to_host(device, tensors):
 
 @functools.cache  # a second call would wrap the method again
 def shard_bytes_on_old_torch_():
-    """Lets torch 2.11 shard frozen integers such as NF4 weights, as 2.12 does by itself. Delete this function
-    when 2.12 is the oldest torch that you use."""
+    """Lets torch 2.11 shard frozen integers such as NF4 weights, as 2.12 does. Delete it if you have 2.12."""
     if torch.__version__ >= (2, 12):
         return
     from types import SimpleNamespace
@@ -1034,7 +1006,7 @@ def shard_(model, args, device, streamed=None):
         reduce_dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
         cast_forward_inputs=False,  # a cast would round RoPE's float32 angles to bf16
     )
-    stay = OffloadPolicy()
+    stay = OffloadPolicy()  # on the GPU
     pin_memory = device.type != "cpu"
     offload = CPUOffloadPolicy(pin_memory) if "params" in args.offload else stay
     ignored = set()
@@ -1081,15 +1053,14 @@ def shard_(model, args, device, streamed=None):
 
 
 def offloads_frozen(args):
-    """Whether frozen weights of the blocks are in host memory, all but those of --resident_blocks."""
+    # of the blocks, all but those of --resident_blocks
     return args.lora and "params" in args.offload
 
 
 def streams_weights(args, world):
-    """Whether StreamedWeights and StreamedVocabulary, and not FSDP2, bring frozen weights from host memory:
-    where a rank has all of their rows. FSDP2 makes no collective on one rank, but it copies a unit on the
-    compute stream, where nothing hides it, and then a second time, from GPU memory to GPU memory. Several
-    ranks share the rows, so there FSDP2 reads them and gathers them ahead."""
+    """Whether StreamedWeights and StreamedVocabulary, not FSDP2, bring frozen weights from host memory."""
+    # Only where a rank has all rows. There FSDP2 would copy a unit on the compute stream, where nothing hides
+    # the copy, and then once more, from GPU memory to GPU memory. Shared rows it gathers ahead.
     return offloads_frozen(args) and world == args.replicas
 
 
@@ -1113,8 +1084,8 @@ def wrap_blocks_(model, args, policy):
 
 
 def allocate_(model, run, policy, device):
-    """Allocates all parameters of a model on the meta device -> the blocks whose frozen weights are for
-    StreamedWeights as soon as they are loaded."""
+    """Allocates all parameters of a model on the meta device -> the blocks that StreamedWeights gets."""
+    # to_empty() makes two parameters of an embedding that is also the head
     model.to_empty(device="cpu" if "params" in run.args.offload else device).tie_()
     if not offloads_frozen(run.args):
         return []
@@ -1159,8 +1130,9 @@ class Parked:
 
 
 def pages_of(tensor):
-    """Parts of a contiguous tensor, as bytes. In one piece the pinned allocator would round its size up, to
-    as much as twice of it. Pages that are free again fit tensors of any size."""
+    """Parts of a contiguous tensor, as bytes."""
+    # In one piece the pinned allocator would round its size up, to as much as twice of it. Pages that are
+    # free again fit tensors of any size.
     return tensor.view(-1).view(torch.uint8).split(PAGE)
 
 
@@ -1191,16 +1163,11 @@ class SideStream:
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     """Keeps what autograd saves inside the context in host memory. With checkpointing these are the blocks'
     inputs, 2*D bytes per token and layer, which any PCIe 4 card moves while a block computes (ALST,
-    arXiv:2506.13996). One tensor a node of autograd; of nested hooks torch calls only the innermost.
+    arXiv:2506.13996).
 
         forward:   pack 1, pack 2, pack 3      each starts the copy out
         backward:  unpack 3, unpack 2, ...     between two of them, behind the MLP's backward of the block
-                                               that runs, the copy back of the next one starts
-
-    Two errors corrupted torchtune's silently. Memory was reused while the side stream still read it: so a
-    tensor that leaves is held until the compute stream has waited for its copy. Memory was reused while a
-    view of it lived on in the backward (torchtune #1860, #1936): so a tensor that returns is allocated on the
-    compute stream, and is free when its last view is."""
+                                               that runs, the copy back of the next one starts"""
 
     def __init__(self, device, blocks, min_bytes=1 << 16):
         super().__init__(self.pack, self.unpack)
@@ -1208,7 +1175,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.min_bytes = min_bytes
         self.last = None  # the newest Parked
         self.next = None  # the Parked before it, until the mixer of the block runs
-        self.leaving = []  # the Copy of each tensor that is on its way out
+        # The Copy of each tensor on its way out, held until the compute stream has waited for it. Without
+        # that its memory is reused while the side stream still reads it: silent errors in torchtune.
+        self.leaving = []
         self.side = SideStream(device)
         for block in blocks:
             block.mixer.register_forward_hook(self.after_mixer)
@@ -1248,6 +1217,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
     def bring_back(self, parked):
         if parked.in_flight is None:
+            # Allocated on the compute stream, and free when its last view is: in torchtune memory was reused
+            # while a view of it lived on in the backward (#1860, #1936).
             tensor = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
             parked.in_flight = Copy(tensor, self.side.copy(pages_of(tensor), parked.pages))
 
@@ -1268,43 +1239,40 @@ class StreamedWeights:
         forward:   block 0, block 1, block 2 ...   block k leaves its slot to block k + 2
         backward:  ... block 2, block 1, block 0   begins with the last two there, and ends with the first two
 
-    Block k is always in slot k % 2, so what autograd has saved of a weight in the forward is that weight in
-    the backward. The host waits for nothing: a copy waits for all compute that was issued before it, and a
-    block for its copy. A slot is never freed, so no stream can reuse memory that another one reads."""
+    The host waits for nothing: a copy waits for the compute issued before it, a block for its copy."""
 
     def __init__(self, blocks, device):
         self.side = SideStream(device)
         self.in_slot = [None, None]  # number of the block that is there, or on its way
         self.arrival = [None, None]  # the event behind its copy
         matrices = [[p for p in frozen_of(block) if p.dim() > 1] for block in blocks]
-        n_bytes = max(sum(aligned(p.nbytes) for p in of_block) for of_block in matrices)
+        n_bytes = max(sum(aligned(p.nbytes) for p in of_block) for of_block in matrices)  # of a slot
+        # Block k is always in slot k % 2, so what autograd saved of a weight in the forward is that weight in
+        # the backward. Slots are never freed, so no stream reuses memory that another one reads.
         slots = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in blocks[:2]]
         self.host_pages = {}  # {p: its bytes}
         self.copies = []  # for each block: its pages in a slot, and those in host memory
         for k, block in enumerate(blocks):
-            self.copies.append(self.move_to_host_(matrices[k], slots[k % 2]))
+            slot = slots[k % 2]
+            slot_pages = []
+            host_pages = []
+            start = 0
+            for p in matrices[k]:
+                # one parameter at a time: no more than that is in host memory twice
+                self.host_pages[p] = [torch.empty_like(page, pin_memory=not slot.is_cpu).copy_(page)
+                                      for page in pages_of(p.data)]
+                # the parameter becomes a view of the slot
+                p.data = slot[start : start + p.nbytes].view(p.dtype).view(p.shape)
+                slot_pages += pages_of(p.data)
+                host_pages += self.host_pages[p]
+                start += aligned(p.nbytes)
+            self.copies.append((slot_pages, host_pages))
             block.register_forward_pre_hook(functools.partial(self.before_forward, k))
             block.register_forward_hook(functools.partial(self.after_forward, k))
 
-    def move_to_host_(self, matrices, slot):
-        """Moves the matrices of a block into pinned pages, and makes its parameters views of the slot."""
-        slot_pages = []
-        host_pages = []
-        start = 0
-        for p in matrices:
-            # one parameter at a time: no more than that is in host memory twice
-            pinned = [
-                torch.empty_like(page, pin_memory=not slot.is_cpu).copy_(page) for page in pages_of(p.data)]
-            p.data = slot[start : start + p.nbytes].view(p.dtype).view(p.shape)
-            slot_pages += pages_of(p.data)
-            host_pages += pinned
-            self.host_pages[p] = pinned
-            start += aligned(p.nbytes)
-        return slot_pages, host_pages
-
     def bring(self, k):
-        """Starts the copy of a block into its slot, unless it is there. Call it when all compute on what the
-        slot has now has been issued."""
+        """Starts the copy of a block into its slot, unless it is there."""
+        # The caller has issued all compute on what the slot has now.
         if not 0 <= k < len(self.copies) or self.in_slot[k % 2] == k:
             return
         self.in_slot[k % 2] = k
@@ -1334,9 +1302,8 @@ class StreamedWeights:
 
 
 class StreamedVocabulary:
-    """Keeps a frozen embedding and a frozen head, which may be one weight, in host memory. The embeddings of
-    a row's T tokens are looked up on the host. The head is copied to the GPU while the last block computes,
-    and is free behind the loss, or without --chunked_ce behind its backward."""
+    """Keeps a frozen embedding and a frozen head, which may be one weight, in host memory. Embeddings are
+    looked up there. The head is on the GPU from the last block to the loss (or its backward)."""
 
     def __init__(self, model, device):
         self.side = SideStream(device)
@@ -1375,11 +1342,11 @@ class StreamedVocabulary:
         head.weight = nn.Parameter(weight, requires_grad=False)
 
     def after_head(self, head, inputs, loss):
-        head.weight = self.on_host
+        head.weight = self.on_host  # without --chunked_ce autograd keeps the other until the backward
 
 
 def aligned(n_bytes):
-    """Kernels read 16 bytes at a time, from addresses that CUDA's allocator aligns to 512."""
+    # kernels read 16 bytes at a time, from addresses that CUDA's allocator aligns to 512
     return nf4.ceil_div(n_bytes, 512) * 512
 
 
@@ -1410,7 +1377,6 @@ def make_optimizer(named, args, found_inf):
       or nan does not call step().
     - Skip a parameter whose grad is None: --optim_in_backward calls step() once for each parameter.
     """
-    params = list(named.values())
     groups = groups_of(named, args.weight_decay, args.embedding_lr)
     eight_bits = args.optim == "adamw8bit"
     if eight_bits or args.stochastic_rounding:
@@ -1418,7 +1384,7 @@ def make_optimizer(named, args, found_inf):
         return nf4.CompactAdamW(
             groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, found_inf)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
-    for p in params:
+    for p in named.values():
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     if args.fused_adamw:
@@ -1445,14 +1411,14 @@ def lr_at(step, steps, args, peak):
         return peak * (step + 1) / (warmup + 1)
     if args.schedule == "constant":
         return peak
-    progress = (step - warmup) / max(1, steps - warmup)
+    progress = (step - warmup) / max(1, steps - warmup)  # from 0 to nearly 1
     height = 1 - progress if args.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return lowest + (peak - lowest) * height
 
 
 def average_gradients_(params, world):
     """Replaces gradients by their means over ranks that each have the whole model."""
-    work = [dist.all_reduce(p.grad, async_op=True) for p in params]
+    work = [dist.all_reduce(p.grad, async_op=True) for p in params]  # all at once
     for handle, p in zip(work, params, strict=True):
         handle.wait()
         p.grad.div_(world)
@@ -1470,8 +1436,7 @@ def clip_gradients_(params, clip):
 
 class StepInBackward:
     """--optim_in_backward: updates each parameter as soon as its gradient is complete, and frees the gradient
-    (LOMO, arXiv:2306.09782). So one gradient is alive, or with FSDP2 those of one unit, after their
-    reduce-scatter. A gradient with inf or nan stops this rank's later updates, not the earlier ones."""
+    (LOMO, arXiv:2306.09782). So one gradient is alive, or with FSDP2 those of one unit."""
 
     def __init__(self, optimizer, params, nonfinite, ranks, fsdp2, replicas):
         self.optimizer = optimizer
@@ -1479,7 +1444,7 @@ class StepInBackward:
         self.ranks = ranks
         self.fsdp2 = fsdp2
         self.replicas = replicas
-        self.norm_squared = torch.zeros_like(nonfinite.found_inf)
+        self.norm_squared = torch.zeros_like(nonfinite.found_inf)  # over this rank's rows
         for p in params:
             p.register_post_accumulate_grad_hook(self.update)
 
@@ -1493,7 +1458,8 @@ class StepInBackward:
         # dtype=float32 would copy a bf16 gradient
         norm = torch.linalg.vector_norm(nf4.local(p.grad).rows).float()
         self.norm_squared += norm.square()
-        self.nonfinite.step_if_finite(self.optimizer, norm)  # updates p alone, which alone has a gradient
+        # Updates p alone, which alone has a gradient. After inf or nan this rank updates nothing any more.
+        self.nonfinite.step_if_finite(self.optimizer, norm)
         p.grad = None
 
     def norm(self):
@@ -1512,7 +1478,7 @@ class StepInBackward:
 def memory_gib(device):
     """Peaks of a GPU since the last call: (allocated, reserved). On a CPU: (resident memory, None)."""
     if device.type != "cuda":
-        n_in_gib = 2**30 if sys.platform == "darwin" else 2**20
+        n_in_gib = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / n_in_gib, None
     allocated = torch.cuda.max_memory_allocated(device)
     reserved = torch.cuda.max_memory_reserved(device)
@@ -1550,16 +1516,14 @@ def draw(path, curves):
 
 
 class Log:
-    """metrics.jsonl, loss.svg and the lines on the console. In a training row, loss and gradient norm are the
-    step's own; times and speeds are means since the row before. main counts steps and tokens in `state`."""
+    """metrics.jsonl, loss.svg and the lines on the console. In a row, loss and gradient norm are the step's
+    own; times and speeds are means since the row before."""
 
     def __init__(self, out, state, loader, ranks, sinks):
         self.out = out
         self.state = state
         self.loader = loader
         self.ranks = ranks
-        self.n_skipped = 0  # steps
-        self.before_row = ""  # see append()
         self.sinks = sinks  # see open_sinks()
         # if the GPU is not in the table, mfu is null in every row
         card = CARDS.get(card_named(ranks.device_name))
@@ -1570,10 +1534,10 @@ class Log:
         self.reset()
 
     def reset(self):
-        self.mark = time.perf_counter()
-        self.waited_s = self.loader.waited_s
-        self.loss_sums = []
-        self.n_terms = []
+        self.mark = time.perf_counter()  # where the row begins
+        self.waited_s = self.loader.waited_s  # for data, until then
+        self.loss_sums = []  # of each step, of this rank
+        self.n_terms = []  # of each step, of all ranks
         self.metrics = {}  # {name: sum} of the last step
         self.n_tokens = 0
         self.flops = 0.0
@@ -1581,10 +1545,8 @@ class Log:
     @contextlib.contextmanager
     def paused(self):
         started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.mark += time.perf_counter() - started  # evaluations and saves are no time of a step
+        yield
+        self.mark += time.perf_counter() - started  # evaluations and saves are no time of a step
 
     def seconds(self):
         return time.perf_counter() - self.mark
@@ -1599,14 +1561,14 @@ class Log:
         self.flops += flops
 
     def means(self):
-        """-> {"losses": of each step since the last row, and the name of a metric: its mean in the last one},
-        on the device. Collective."""
+        """-> {"losses": of each step since the last row, name of a metric: its mean in the last step}, on the
+        device. Collective."""
         # In float64 the sum over ranks is exact. In float32 it depends on a backend's order, and so on the
         # number of steps: a resumed run would log different losses.
         sums = torch.stack([*self.loss_sums, *self.metrics.values()]).double()
         if self.ranks.world > 1:
             dist.all_reduce(sums)
-        n_terms = self.n_terms + self.n_terms[-1:] * len(self.metrics)
+        n_terms = self.n_terms + self.n_terms[-1:] * len(self.metrics)  # metrics are of the last step
         means = [total / n for total, n in zip(sums.float(), n_terms, strict=True)]
         n_steps = len(self.loss_sums)
         return {"losses": torch.stack(means[:n_steps]), **dict(zip(self.metrics, means[n_steps:]))}
@@ -1642,7 +1604,6 @@ class Log:
                          f"norm {numbers['grad_norm']:<5.3g}  {row['tokens_per_s']:,.0f} tok/s  "
                          f"{mem_gib:.2f} GiB  {timedelta(seconds=int(left_s))}", self.metrics)
         if n_skipped:
-            self.n_skipped += n_skipped
             self.ranks.say(f"step {step}: skipped {n_skipped} of the last {n_steps} steps: gradients "
                            f"overflowed; loss scale {numbers['loss_scale']:,.0f}")
         self.reset()
@@ -1663,6 +1624,7 @@ class Log:
         """Writes a row. Prints `line`, and below it those numbers of the row that `metrics` names."""
         if metrics:
             line += "\n  " + "  ".join(f"{name} {row[name]:.4g}" for name in row if name in metrics)
+        # JSON has no inf and no nan
         row = row | {name: None for name, value in row.items()
                      if isinstance(value, float) and not math.isfinite(value)}
         self.ranks.say(line)
@@ -1670,16 +1632,15 @@ class Log:
             return
         try:
             with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(f"{self.before_row}{json.dumps(row)}\n")
-            self.state["metrics_bytes"] = os.path.getsize(self.out / "metrics.jsonl")
-            self.before_row = ""
+                # rows behind a resumed run's checkpoint, or half a row that a full disk has left
+                if file.tell() > self.state["metrics_bytes"]:
+                    file.truncate(self.state["metrics_bytes"])
+                file.write(json.dumps(row) + "\n")
+                self.state["metrics_bytes"] = file.tell()
         except OSError as error:  # a full disk does not end a training
-            self.before_row = "\n"  # a part of the row may be written, and must not swallow the next one
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
         numbers = {name: value for name, value in row.items() if name != "losses" and value is not None}
-        for sink in list(self.sinks):  # a copy, because dropping() changes the list
-            with dropping(sink, self.sinks):
-                sink.write(numbers)
+        call_sinks(self.sinks, lambda sink: sink.write(numbers))
 
     def draw(self):
         """Draws loss.svg on rank 0, with the loss of every step and of every evaluation."""
@@ -1697,19 +1658,18 @@ class Log:
     def close(self):
         self.draw()
         n_steps = self.state["step"] - self.start_step
-        skipped = f", {self.n_skipped} of them skipped" if self.n_skipped else ""
-        losses = [losses_of(row)[-1] for row in read_metrics(self.out, self.state["step"]) if "losses" in row]
+        losses = [row["losses"][-1] for row in read_metrics(self.out, self.state["step"]) if "losses" in row]
         if losses and losses[-1] > 10 * losses[0]:
             self.ranks.say(f"note: the loss rose from {losses[0]:.4g} to {losses[-1]:.4g}: lower --lr")
-        self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s{skipped}")
+        self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
 
 
 FINISH_S = 30  # for a sink to send its last rows, at the end of a run
 
 
 def open_sinks(args, out, resumed, ranks, exits):
-    """-> [what else gets the metrics of this run], none on other ranks than 0. Collective. To add one, write
-    a flag, a class like TensorBoard below, and a line here."""
+    """-> [sinks: what gets the metrics beside metrics.jsonl], on rank 0. Collective."""
+    # To add one, write a flag, a class like TensorBoard below, and a name here.
     sinks = []
     exits.push(functools.partial(close_sinks, sinks))
     step = step_of(resumed) if resumed else 0
@@ -1728,23 +1688,23 @@ def open_sinks(args, out, resumed, ranks, exits):
     return sinks
 
 
-@contextlib.contextmanager
-def dropping(sink, sinks):
-    """Drops a sink that fails inside the block, with one message: no network and no full disk ends a run."""
-    try:
-        yield
-    except Exception as error:
-        sinks.remove(sink)
-        data.say(f"{type(sink).__name__} has failed and gets no more rows, metrics.jsonl has them: "
-                 f"{type(error).__name__}: {error}")
+def call_sinks(sinks, call):
+    """Drops a sink that fails, with one message: no network and no full disk ends a run."""
+    for sink in list(sinks):  # a copy, because the list changes
+        try:
+            call(sink)
+        except Exception as error:
+            sinks.remove(sink)
+            data.say(f"{type(sink).__name__} has failed and gets no more rows, metrics.jsonl has them: "
+                     f"{type(error).__name__}: {error}")
 
 
 def close_sinks(sinks, error, *_):
     """ExitStack calls this however the run ends, with the class of its error."""
-    for sink in list(sinks):
-        # Another Ctrl-C gives up on a network that is slow, and does not change how the run has ended.
-        with dropping(sink, sinks), contextlib.suppress(KeyboardInterrupt):
-            ThreadPoolExecutor(1).submit(sink.close, error is not None).result(FINISH_S)
+    has_failed = error is not None
+    # another Ctrl-C gives up on a network that is slow, and does not change how the run has ended
+    with contextlib.suppress(KeyboardInterrupt):
+        call_sinks(sinks, lambda sink: ThreadPoolExecutor(1).submit(sink.close, has_failed).result(FINISH_S))
 
 
 class TensorBoard:
@@ -1840,8 +1800,6 @@ def print_start(argv, run, model, new_ids, policy, ranks):
         alpha = f"alpha {args.lora_alpha:g}{', rsLoRA' if args.rslora else ''}"
         frozen = "; frozen blocks in NF4" if args.qlora else ""
         lines.append(f"  adapters on {layers}: rank {args.lora_rank}, {alpha}{frozen}")
-    if args.adapter:
-        lines.append(f"  continues the adapter of {args.adapter}")
     if args.train_embeddings:
         lines.append(f"  embedding and head: trained in full, learning rate {args.embedding_lr:.3g}")
     if args.add_tokens:
@@ -1892,9 +1850,8 @@ def brief(text, n=300):
 
 
 class Sample:
-    """The model's answers to --sample. Rank 0 prints them, but all ranks must call the methods: under FSDP2
-    each forward is a collective. A run trains to the same bits with and without it, because lm.generate() has
-    its own random generator."""
+    """The model's answers to --sample, with random numbers of their own: they change no bit of a run. Rank 0
+    prints them, but all ranks must call the methods, because under FSDP2 each forward is a collective."""
 
     def __init__(self, question, max_new_tokens, temperature, opened, documents, resumed, ranks, stop):
         self.question = (question or "").strip()
@@ -1904,7 +1861,7 @@ class Sample:
         self.tokenizer = opened.tokenizer
         self.ranks = ranks
         self.stop = stop
-        self.before = ""
+        self.before = ""  # its answer before the training
         if not self.question:
             return
         is_chat = any(file.report.n_chats for file in documents.files)
@@ -1912,7 +1869,7 @@ class Sample:
         # now, because a template that refuses the question must not end a run after hours
         with ranks.agree():
             self.prompt = self.tokenizer.prompt(ask)
-        self.say(f"sample: {self.question}")
+        ranks.say(textwrap.fill(f"sample: {self.question}", 80, subsequent_indent="  "))
         if not resumed:
             self.before = self.answer()
 
@@ -1936,10 +1893,7 @@ class Sample:
         if self.question and step < log.state["steps"]:
             with log.paused():
                 answer = self.answer()
-            self.say(f"step {step}  sample: {answer}")
-
-    def say(self, text):
-        self.ranks.say(textwrap.fill(text, 80, subsequent_indent="  "))
+            self.ranks.say(textwrap.fill(f"step {step}  sample: {answer}", 80, subsequent_indent="  "))
 
     def say_before_and_after(self):
         if self.question:
@@ -1953,11 +1907,8 @@ def chat(args):
     opened = open_model(args, ranks)
     model = opened.model
     tokenizer = opened.tokenizer
-    # tie_() again: to_empty() makes two parameters of one that embedding and head share
     model.to_empty(device=ranks.device).tie_()
-    with ranks.agree():
-        data.load_weights_(model, opened.reader, opened.adapter_reader, args.seed, ranks.device,
-                           progress=True)
+    load_weights_(model, opened, args.seed, None, ranks)
     model.eval()
     sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 becomes a mark
     commands = "/reset starts a new chat, Ctrl-C stops an answer, /quit or Ctrl-D ends"
@@ -2003,8 +1954,8 @@ def chat(args):
 
 
 def check_length(n_tokens, n_trained):
-    """Rejects prompts far beyond the model's context: Ctrl-C cannot interrupt a kernel, and attention would
-    block a CPU for minutes."""
+    """Rejects prompts far beyond the model's context."""
+    # Ctrl-C cannot interrupt a kernel, and attention would block a CPU for minutes.
     if n_tokens > 4 * n_trained:
         raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
                          "positions that the model was trained on: ask something shorter, or /reset")
@@ -2014,14 +1965,14 @@ def check_length(n_tokens, n_trained):
 
 
 def print_answer(tokenizer, tokens):
-    """Prints the text of the ids as they arrive -> the text, also if Ctrl-C ends it. All ids are decoded each
-    time, because the next byte may complete a character, where tokenizers' DecodeStream raises."""
+    """Prints the text of the ids as they arrive -> the text, also if Ctrl-C ends it."""
     ids = []
     text = ""
     n_shown = 0
     with contextlib.suppress(KeyboardInterrupt):
         for token in tokens:
             ids.append(token)
+            # all ids each time: the next byte may complete a character, where tokenizers' DecodeStream raises
             text = tokenizer.text_of(ids)
             complete = text.rstrip("\N{REPLACEMENT CHARACTER}")  # that may be the beginning of a character
             data.say(complete[n_shown:], end="")
@@ -2037,14 +1988,12 @@ class NonFinite:
     """Keeps inf and nan out of the weights, and scales the loss of --precision fp16 (arXiv:1710.03740). It
     follows torch.amp.GradScaler, but stays on the device, so no step waits for the host.
 
-    fp16 numbers end at 65,504, and below 6e-8 there is only 0. Many gradients of a mean loss are smaller, so
-    the loss is multiplied by a scale before the backward:
-
         a step                      loss * scale -> backward -> gradients / scale -> norm, clip, optimizer
         a gradient has overflowed   no weight changes, and the scale is halved
         2,000 steps without that    the scale is doubled
     """
 
+    # fp16 numbers end at 65,504, and below 6e-8 there is only 0. Many gradients of a mean loss are smaller.
     FIRST_SCALE = 2.0**16
     GROWTH_INTERVAL = 2000
 
@@ -2095,8 +2044,7 @@ class NonFinite:
 
 
 def index_of_bad_step(step, numbers):
-    """-> the step, from 0, that ends the run because it was not finite, or None. step: the newest, from 1.
-    numbers: of a row of the log."""
+    """-> the step, from 0, that ends the run because it was not finite, or None. step: the newest, from 1."""
     losses = numbers["losses"]
     n_skipped = int(numbers["skipped_steps"])
     if n_skipped and "loss_scale" not in numbers:
@@ -2119,7 +2067,7 @@ def check_finite(tensors, step, ranks, host_pages=None):
             local = [page.view(tensor.dtype) for page in host_pages[tensor]]
         if not all(part.isfinite().all() for part in local):
             wrong.append(name)
-    names = list(itertools.chain(*ranks.gather(wrong)))
+    names = list(itertools.chain(*ranks.gather(wrong)))  # of all ranks
     if names:
         ranks.leave()  # all of them together, because all ranks have the same names and raise
         cause = "lower --lr" if step else "the files of --model are damaged, or --precision fp16 too narrow"
@@ -2175,26 +2123,23 @@ RETRY_S = 60  # between two tries to write a result that is nowhere else
 def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
     """Calls export(), which raises the same OSError on all ranks if final/ cannot be written."""
     # If the last step is in no checkpoint, only this process has its weights: it waits for free space.
-    n_tries = math.ceil(timeout / RETRY_S)
-    while True:
+    for n_left in range(math.ceil(timeout / RETRY_S), -1, -1):
         try:
             return export()
         except OSError as error:
             data.remove(saver.out / "final.part")  # what could be written of it would keep the disk full
-            if saver.safe_step == steps or n_tries == 0:
+            if saver.safe_step == steps or n_left == 0:
                 ranks.leave()
                 raise SystemExit(str(error)) from error
             ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}: "
-                      f"free some disk space. The run tries again every {RETRY_S} s, {n_tries} times, or "
+                      f"free some disk space. The run tries again every {RETRY_S} s, {n_left} times, or "
                       "until a signal")
-        n_tries -= 1
         for _ in range(RETRY_S):
             time.sleep(1)
             end_if_signalled()
 
 
 def say_done(lora, merge, random_init, out, state, ranks):
-    """The last lines of a run."""
     if ranks.rank:
         return
     best = state["best_eval"]
@@ -2223,7 +2168,7 @@ def export_checkpoint(args, exits):
         flags = {name: of_run.get(name, value) for name, value in vars(args).items()}
         one_rank = {"fsdp2": False, "replicas": 1, "sequence_parallel": 1}
         revisions = revisions_of(checkpoint)
-    opened = open_model(argparse.Namespace(**flags | one_rank), ranks, revisions)
+    opened = open_model(argparse.Namespace(**flags | one_rank), ranks, revisions)  # the flags of that run
     model = opened.model
     model.to_empty(device="cpu").tie_()  # frozen weights are never touched, so they take no memory
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -2242,7 +2187,7 @@ def merge_result(args, exits):
     ranks = Ranks(want_group=False, timeout=args.timeout)
     opened = open_model(args, ranks)
     with ranks.agree():
-        final = opened.adapter_reader.folder
+        final = opened.adapter_reader.folder  # RUN/final, or any adapter
         out = final.parent
         is_meant = not args.out or out.resolve() == Path(args.out).resolve()
         if is_meant and is_run(out) and final.name == "final":
@@ -2289,7 +2234,6 @@ def checkpoints(run):
 
 
 def newest_checkpoint(run):
-    """-> the folder of the newest complete checkpoint, or None."""
     found = checkpoints(run)
     return found[max(found)] if found else None
 
@@ -2320,8 +2264,7 @@ def is_ours(checkpoint):
 
 
 class RunFolder:
-    """The folder that a run writes to, locked for this process: --out, the folder of the checkpoint to resume
-    from, or a new one. ValueError if it contains what this run must not overwrite."""
+    """The folder of a run, locked for this process: --out, that of the checkpoint to resume, or a new one."""
 
     def __init__(self, out, checkpoint):
         named = out or (checkpoint and checkpoint.parent)
@@ -2329,7 +2272,6 @@ class RunFolder:
         self.is_new = not named or not self.path.exists()
         check_folder(self.path, checkpoint)  # before anything is written to somebody's files
         self.lock = lock_folder(self.path)
-        check_folder(self.path, checkpoint)  # again: another run may have ended meanwhile
         if not is_run(self.path):
             data.write_json(self.path / "args.json", OURS)  # until all flags have their final value
         for part in self.path.glob("*.part"):  # left by a process that was killed during a save
@@ -2346,9 +2288,8 @@ class RunFolder:
 
 
 def take_folder(out, resume, inspect, ranks, exits):
-    """-> (the run's folder, locked; the checkpoint to resume from or None; revisions). Collective.
-
-    revisions: {name on the Hub: commit} with which the resumed run began: a data set may have grown since."""
+    """-> (the run's folder, locked; the checkpoint to resume from or None; its {name on the Hub: commit}, as
+    a data set may have grown since). Collective."""
     found = None
     with ranks.agree():
         if ranks.rank == 0:
@@ -2365,13 +2306,7 @@ def take_folder(out, resume, inspect, ranks, exits):
 def revisions_of(checkpoint):
     """-> the revisions in args.json of a checkpoint's run, {} without an args.json."""
     path = checkpoint and checkpoint.parent / "args.json"
-    if not path or not path.exists():
-        return {}
-    revisions = data.read_json(path).get("revisions", {})
-    commits = revisions.values() if isinstance(revisions, dict) else [revisions]
-    if not all(re.fullmatch("[0-9a-f]{40}", str(commit)) for commit in commits):
-        raise ValueError(f"{path}: revisions: expected {{name on the Hub: commit of 40 digits}}")
-    return revisions
+    return data.read_json(path).get("revisions", {}) if path and path.exists() else {}
 
 
 def new_folder():
@@ -2392,8 +2327,7 @@ def is_run(folder):
 
 
 def check_folder(folder, checkpoint):
-    """Raises a ValueError if the folder contains what a run must not overwrite. checkpoint: what the run
-    continues from, or None."""
+    """ValueError if the folder contains what a run that continues `checkpoint` must not overwrite."""
     names = set()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # perhaps it has just been removed
         names = {*os.listdir(folder)}
@@ -2427,29 +2361,12 @@ def lock_folder(out):
         # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
         with data.where_supported(f"--out {out}: its disk has no file locks: let no second job write there"):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # RunFolder.leave() of another start may have removed the file since: then it keeps nobody out
-        is_locked = os.path.samefile(out / "lock", lock.fileno())
-    except (BlockingIOError, FileNotFoundError):
-        is_locked = False
-    if not is_locked:
-        raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it")
+    except BlockingIOError:
+        raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
     return lock
 
 
-def write_files(out, args, policy, revisions, state, ranks):
-    """On rank 0: writes args.json, and cuts metrics.jsonl to its size at the resumed checkpoint."""
-    if ranks.rank:
-        return
-    settings = settings_of(args, ranks.world) | {"segment": policy.segment}
-    settings |= {f"n_{what}": policy.count(what) for what in Kept._fields}
-    data.write_json(out / "args.json", settings | {"revisions": revisions} | OURS)
-    metrics = out / "metrics.jsonl"
-    if metrics.is_file() and metrics.stat().st_size > state["metrics_bytes"]:
-        os.truncate(metrics, state["metrics_bytes"])
-
-
 def settings_of(args, world):
-    """-> flags and versions, to repeat the run."""
     versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
     return vars(args) | {"world": world, "python": platform.python_version(), **versions}
 
@@ -2485,14 +2402,11 @@ def read_state(folder, settings, ranks):
         raise ValueError(f"{folder / STATE}: damaged; {REMOVE}")
     odd = odd_keys(state, STATE_TYPES)
     if not odd and state["best_eval"] is not None and odd_keys(state["best_eval"], BEST_EVAL_TYPES):
-        odd = ["best_eval"]
+        odd = ["best_eval"]  # None before the first evaluation
     if odd:
         raise ValueError(f"{folder / STATE}: {data.listing(odd)}: missing or of another type: another "
                          "version of oomph wrote it: continue with that one, or start a new run with another "
                          "--out")
-    for name in state["files"]:  # one with a folder in it would be a file outside of the checkpoint
-        if not re.fullmatch(r"rank-\d+-of-\d+\.safetensors", name):
-            raise ValueError(f"{folder / STATE}: {name} is no name of a checkpoint's file; {REMOVE}")
     if folder.name != f"checkpoint-{state['step']}":
         raise ValueError(f"{folder / STATE}: of step {state['step']}, in the folder of another one; {REMOVE}")
     # Every byte is read, so the ranks divide the files among them. The caller is inside Ranks.agree().
@@ -2519,7 +2433,6 @@ def read_state(folder, settings, ranks):
 
 
 def training_tensors(model, optimizer, nonfinite):
-    """Returns {name: tensor or DTensor} of all that training changes."""
     lm.reshard_(model)  # after an evaluation FSDP2 may still have whole weights where the shards belong
     tensors = dict(nonfinite.tensors)
     for name, p in model.named_parameters():
@@ -2555,6 +2468,7 @@ def write_rows(path, rows_of):
     """Writes and syncs the file of a rank -> [its size, its checksum]."""
     # Wide numbers come first, so that each tensor begins at a multiple of its element size.
     ordered = dict(sorted(rows_of.items(), key=lambda item: -item[1].dtype.itemsize))
+    # a generator, so one tensor at a time is on the host
     tensors = ((name, rows.cpu()) for name, rows in ordered.items())
     return data.write_safetensors(path, data.layout_of(ordered), tensors, zlib.crc32)
 
@@ -2584,13 +2498,14 @@ def load_checkpoint(folder, files, tensors, weights_only=False):
 
 
 def copy_rows_(key, tensor, saved, first_saved):
-    """Copies this rank's part of saved rows, a slice of an open file. ValueError if a shape or dtype differs:
-    copy_() would cast and repeat silently."""
+    """Copies this rank's part of saved rows, a slice of an open file."""
+    # copy_() would cast and repeat silently
     shape = list(tensor.shape) or [1]  # a scalar is saved as one row
     dtype = data.DTYPE_NAMES[tensor.dtype]
     saved_shape = saved.get_shape()
     stop_saved = first_saved + saved_shape[0]
     same_kind = saved.get_dtype() == dtype and len(saved_shape) == len(shape)
+    # all but the number of rows must be the same
     if not same_kind or saved_shape[1:] != shape[1:] or stop_saved > shape[0]:
         raise ValueError(f"{key}: {saved.get_dtype()} {saved_shape}, but this run has {dtype} {shape}")
     rows, first = local_rows(tensor)
@@ -2602,15 +2517,15 @@ def copy_rows_(key, tensor, saved, first_saved):
 
 
 class Saver:
-    """Writes the checkpoints of a run and removes old ones. On a full disk it says so, and the run goes on.
-    step: after which this process begins."""
+    """Writes the checkpoints of a run and removes old ones. A full disk does not end the run."""
 
     def __init__(self, out, keep, ranks, step=0):
         self.out = out
         self.keep = keep
         self.ranks = ranks
-        self.last_step = max(checkpoints(out), default=None)
-        self.safe_step = step  # where the newest checkpoint is, which may be another run's
+        self.last_step = max(checkpoints(out), default=None)  # of the newest checkpoint in this folder
+        # Of the newest checkpoint. At first the step that this process begins with, of another run perhaps.
+        self.safe_step = step
 
     def save(self, tensors, state):
         """Saves what training_tensors() returns, and `state`. All ranks must call it."""
@@ -2650,8 +2565,7 @@ class Saver:
         self.ranks.say(f"{name}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s")
 
     def note_evaluation(self, state):
-        """Adds the evaluation of a step, which comes after its save, to its checkpoint by another rename: a
-        run that continues from there does not repeat it."""
+        """Adds the evaluation of a step to its checkpoint, so that a resumed run does not repeat it."""
         if self.ranks.rank or state["step"] != self.last_step:
             return
         path = self.out / f"checkpoint-{state['step']}" / STATE
@@ -2697,8 +2611,7 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
 
 
 def number(value_type, zero_too=False, below=1e12, words=()):
-    """-> an argparse type: an int or a float above 0 and below `below`, with zero_too also 0, or one of these
-    words."""
+    """-> an argparse type: a number above 0 (zero_too: or 0) and below `below`, or one of these words."""
     kind = "a whole number" if value_type is int else "a number"
     expected = f"{'0 or ' if zero_too else ''}{kind} above 0, below {below:g}"
     if words:
@@ -2803,7 +2716,6 @@ def switch(group, flag, text, on=False, **marks):
 
 
 def make_parser():
-    """Declares every flag, with the text of --help."""
     # allow_abbrev=False: with a new flag, an abbreviation in somebody's script would mean two flags.
     # exit_on_error=False: argparse raises instead of printing its usage, and launch() prints one line
     parser = argparse.ArgumentParser(
@@ -2823,9 +2735,8 @@ def make_parser():
         "fp16 compute and a loss scale; bf16, fp32: everything in that format (default: mixed; on hardware "
         "without bf16, fp16 on a GPU and fp32 on a CPU)", choices=("mixed", "bf16", "fp16", "fp32"),
         fixed=True, also="bf16 fp16 dtype torch_dtype")
-    add(model, "--adapter", PATH, None, "continue to train a PEFT adapter: a folder, a Hub id or the folder "
-        "of a run. The adapter sets rank, alpha, rsLoRA and targets",
-        also="adapter_name_or_path lora_model_dir")
+    add(model, "--adapter", PATH, None, "PEFT adapter to train on: a folder, a Hub id, a run. It sets rank, "
+        "alpha, rsLoRA and targets", also="adapter_name_or_path lora_model_dir")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
@@ -2836,47 +2747,32 @@ def make_parser():
         "none; without a value: all)", nargs="*", metavar="LAYER", fixed=True, needs="qlora", everyday=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True, needs="lora",
         everyday=True, also="lora_r")
-    add(method, "--lora_alpha", AMOUNT, None, "adapters are scaled by alpha / rank (default: 32)", fixed=True,
-        needs="lora")
-    switch(method, "--rslora", "scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)", fixed=True,
-        needs="lora")
-    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None, "dropout rate of the "
-        "adapters' inputs. The masks change with --tiled_mlp, the number of ranks and --grad_accum (default: "
-        "0)", fixed=True, needs="lora")
+    add(method, "--lora_alpha", AMOUNT, None, "scale = alpha / rank (default: 32)", fixed=True, needs="lora")
+    switch(method, "--rslora", "scale = alpha / sqrt(rank) (arXiv:2312.03732)", fixed=True, needs="lora")
+    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None, "dropout of adapter "
+        "inputs; other masks with --tiled_mlp, --grad_accum, ranks (default: 0)", fixed=True, needs="lora")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
         "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
     add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
         "reference (default: 0.1)", fixed=True, needs="dpo", also="dpo_beta pref_beta")
     switch(method, "--train_embeddings", "also train embedding and head (PEFT's modules_to_save)", fixed=True,
         also="modules_to_save additional_target")
-    add(method, "--lora_targets", str, None,
-        f"layers that get adapters, some of {', '.join(lm.LORA_TARGETS)} (default: all-linear, all of them "
-        "except in_proj_a and in_proj_b). If attention also has a gate_proj, plain gate_proj means the MLP's",
+    add(method, "--lora_targets", str, None, f"layers to adapt, of {', '.join(lm.LORA_TARGETS)} (default: "
+        "all-linear, all but in_proj_a and in_proj_b); gate_proj is the MLP's",
         nargs="+", metavar="LAYER", fixed=True, needs="lora", also="target_modules lora_target_modules")
-    add(method, "--add_tokens", os.path.expanduser, None, "new tokens to append to the vocabulary, or a file "
-        "with one token per line. With adapters, also give --train_embeddings. If the vocabulary grows, call "
-        "model.resize_token_embeddings(V) before PEFT loads the adapter", nargs="+", metavar="TOKEN",
-        fixed=True, also="new_special_tokens resize_vocab")
+    add(method, "--add_tokens", os.path.expanduser, None, "new tokens for the vocabulary, or a file with one "
+        "per line. If the vocabulary grows, call model.resize_token_embeddings(V) before PEFT loads adapters",
+        nargs="+", metavar="TOKEN", fixed=True, also="new_special_tokens resize_vocab")
 
-    add_data_flags(parser)
-    add_memory_flags(parser)
-    add_schedule_flags(parser)
-    add_run_flags(parser)
-    return parser
-
-
-def add_data_flags(parser):
     dataset = parser.add_argument_group("data")
     add(dataset, "--data", PATH, None, "files to train on: .jsonl, .ndjson, .json, .csv, .parquet, .txt, "
-        "also with .gz; data sets of the Hub (org/name, org/name:split or org/name/subset:split; the default "
-        "split is train); folders written by datasets' save_to_disk(); or the built-in stdlib:docs and "
-        "stdlib:code. Quote a pattern such as 'chats/*.jsonl'. A file that is given twice is read twice per "
-        "epoch (default: stdlib:docs)", nargs="+", everyday=True,
-        also="dataset dataset_name dataset_dir train_file")
-    add(dataset, "--eval_data", PATH, None, "files to evaluate on, as in --data; stdlib:* means the 5 %% of "
-        "it held out from training. Or a number: hold out that many examples of --data, or that fraction of "
-        "them if it is below 1, chosen by a hash of their text", nargs="+", everyday=True, needs="data",
-        also="eval_dataset val_set_size val_size test_size")
+        "also with .gz; data sets of the Hub (org/name or org/name/subset, with :split unless it is train); "
+        "folders of datasets' save_to_disk(); the built-in stdlib:docs and stdlib:code. Quote patterns such "
+        "as 'chats/*.jsonl'. What is given twice is read twice per epoch (default: stdlib:docs)", nargs="+",
+        everyday=True, also="dataset dataset_name dataset_dir train_file")
+    add(dataset, "--eval_data", PATH, None, "files to evaluate on, as in --data; of stdlib:* the 5 %% "
+        "that is held out. Or a number: hold out that many examples of --data, or below 1 that fraction",
+        nargs="+", everyday=True, needs="data", also="eval_dataset val_set_size val_size test_size")
     add(dataset, "--columns", column, None, "rename columns: question=instruction reads the column "
         "'question' as 'instruction'", nargs="+", metavar="COLUMN=KEY", fixed=True)
     add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True,
@@ -2885,18 +2781,19 @@ def add_data_flags(parser):
         "texts, drop others)", choices=("split", "drop", "truncate"))
     switch(dataset, "--packing", "pack several documents into each row; they do not see each other", on=True,
         fixed=True, also="sample_packing neat_packing")
-    add(dataset, "--train_on", str, "targets", "tokens to train on. targets: assistant answers and plain "
-        "texts. If the template drops the thought of an earlier answer, as Qwen3's does, that answer is "
-        "trained on as a separate document; 'whole' skips such answers. all: every token",
-        choices=("targets", "whole", "all"), fixed=True,
-        also="assistant_only_loss train_on_inputs train_on_prompt")
-    add(dataset, "--chat_template", PATH, None, "jinja file to use instead of the model's own chat template",
-        everyday=True, also="template")
+    add(dataset, "--train_on", str, "targets", "targets: answers and plain texts. Answers whose thoughts the "
+        "template drops later get documents of their own; 'whole' skips them. all: every token", fixed=True,
+        choices=("targets", "whole", "all"), also="assistant_only_loss train_on_inputs train_on_prompt")
+    add(dataset, "--chat_template", PATH, None, "a jinja file of your own", everyday=True, also="template")
     add(dataset, "--template_args", str, None, "variables for the chat template, such as "
         "enable_thinking=false. Values are JSON or plain text, and are saved in final/", nargs="+",
         metavar="KEY=VALUE", fixed=True, everyday=True, also="chat_template_kwargs enable_thinking")
     add(dataset, "--inspect", WHOLE, None, "print N examples with the trained tokens in brackets, and exit "
         "(default: off)", everyday=True)
+
+    add_memory_flags(parser)
+    add_run_flags(parser)
+    return parser
 
 
 def add_memory_flags(parser):
@@ -2909,54 +2806,44 @@ def add_memory_flags(parser):
         "ones stay gathered", on=True, needs="fsdp2")
     add(memory, "--replicas", WHOLE, 1, "HSDP: N replicas of the model, each sharded over world/N ranks, "
         "usually one node; gradients are all-reduced between replicas", needs="fsdp2")
-    add(memory, "--sequence_parallel", WHOLE, 1, "split each row over a group of N ranks; --batch_size then "
-        "counts rows per group")
+    add(memory, "--sequence_parallel", WHOLE, 1, "split a row over N ranks; --batch_size is rows per group")
     add(memory, "--offload", str, None, "what to offload to host memory. activations: inputs of recomputed "
         "blocks. params: weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a "
         "value: both, or activations alone without --fsdp2)", nargs="*", choices=("activations", "params"),
         everyday=True, also="cpu_offload enable_activation_offloading")
-    add(memory, "--resident_blocks", BLOCKS, "auto", "with --offload params and adapters: number of "
-        "blocks (or all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU without "
-        "--gpu_gib")
+    add(memory, "--resident_blocks", BLOCKS, "auto", "with --offload params and adapters: blocks (or "
+        "all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU without --gpu_gib")
     add(memory, "--activation_checkpointing", BLOCKS, "auto", "store only the inputs of the first N "
-        "blocks (or all), and recompute these blocks in the backward. auto: the fastest setting that fits in "
-        "memory, from keeping even dequantized NF4 weights to recomputing even attention; all on a CPU "
-        "without --gpu_gib, and with --offload activations", nargs="?", const="all", everyday=True,
-        also="gradient_checkpointing")
+        "blocks (or all), and recompute these in the backward. auto: the fastest that fits, from keeping "
+        "even dequantized NF4 weights to recomputing even attention; all on a CPU without --gpu_gib, or with "
+        "--offload activations", nargs="?", const="all", everyday=True, also="gradient_checkpointing")
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
-    switch(memory, "--chunked_ce", "compute head and loss in chunks of tokens, never all logits at once",
-        on=True)
+    switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)
     add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
     add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, and in rows of 16,384 tokens "
         "and more attention on groups of heads; try 4096 (default: off)", everyday=True)
     add(memory, "--optim", str, "adamw", "adamw8bit stores 2 bytes of state per parameter instead of 8",
         choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
-    switch(memory, "--stochastic_rounding", "round bf16 weights and moments at random, so that small updates "
-        "count on average", fixed=True)
-    switch(memory, "--optim_in_backward", "run the optimizer during the backward and free each gradient at "
-        "once; rules out --clip")
+    switch(memory, "--stochastic_rounding", "round to bf16 at random, to keep small updates", fixed=True)
+    switch(memory, "--optim_in_backward", "update in the backward and free each gradient; no --clip")
     switch(memory, "--fused_adamw", "run AdamW as one fused kernel, on GPU and CPU", on=True)
     declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True, also="torch_compile",
-            help="torch.compile the blocks, the loss and NF4. The first step takes half a minute longer; "
-            "torch caches the result for the next run (default: on with a GPU, Triton, a C compiler and a "
-            f"model of at least {COMPILES_FROM / 1e9:g} billion parameters)")
+            help="torch.compile the blocks, the loss and NF4 (default: on with a GPU, Triton, a C compiler "
+            f"and a model of at least {COMPILES_FROM / 1e9:g} billion parameters)")
 
 
-def add_schedule_flags(parser):
+def add_run_flags(parser):
     schedule = parser.add_argument_group("schedule")
     add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True,
         also="batch per_device_train_batch_size micro_batch_size")
     add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True,
         also="gradient_accumulation_steps")
-    add(schedule, "--steps", WHOLE, None, "optimizer steps (default: what --epochs needs)", everyday=True,
-        also="max_steps")
-    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data; --steps overrides --epochs", everyday=True,
-        also="num_train_epochs")
+    add(schedule, "--steps", WHOLE, None, "steps, in place of --epochs", everyday=True, also="max_steps")
+    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data", everyday=True, also="num_train_epochs")
     add(schedule, "--lr", AMOUNT_OR_0, None, "peak learning rate (default: for adapters, 5e-4 * (2000 / "
-        "hidden size)^p, where p is 0.0775 for Qwen and 0.781 for all others, the rule of tinker-cookbook's "
-        "get_lr; a tenth of that for full fine-tuning and for --dpo)", fixed=True, everyday=True,
-        also="learning_rate")
+        "hidden size)^p, where p is 0.0775 for Qwen and 0.781 for others, by tinker-cookbook's get_lr; a "
+        "tenth of that in full fine-tuning and for --dpo)", fixed=True, everyday=True, also="learning_rate")
     add(schedule, "--embedding_lr", AMOUNT, None, "peak learning rate of what --train_embeddings trains "
         "(default: a tenth of --lr)", fixed=True)
     add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; "
@@ -2968,32 +2855,25 @@ def add_schedule_flags(parser):
     add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, applied to matrices only", fixed=True)
     add(schedule, "--clip", AMOUNT_OR_0, None, "maximum gradient norm; 0: no limit (default: 1; 0 with "
         "--optim_in_backward)", fixed=True, also="max_grad_norm gradient_clipping")
-    add(schedule, "--seed", WHOLE_OR_0, 0, "seed of the data order, random weights, adapters and dropout",
-        fixed=True)
+    add(schedule, "--seed", WHOLE_OR_0, 0, "seed of data order, weights, adapters, dropout", fixed=True)
 
-
-def add_run_flags(parser):
     run = parser.add_argument_group("run")
     add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True,
         also="output output_dir")
     add(run, "--save_every", WHOLE_OR_0, 500, "save a checkpoint every N steps, at the last step and at each "
         "new best evaluation; 0: save only when interrupted", everyday=True, also="save_steps")
-    add(run, "--keep", WHOLE, 2, "number of newest checkpoints to keep, in addition to the best evaluation's",
-        also="save_total_limit")
-    add(run, "--resume", PATH, None, "resume from CHECKPOINT_OR_RUN; without a value, from the newest "
-        "checkpoint of --out or of the newest run in out/, or start a new run if there is none (default: "
-        "start a new run)", nargs="?", const="auto", metavar="CHECKPOINT_OR_RUN", everyday=True,
-        also="resume_from_checkpoint")
-    add(run, "--timeout", SECONDS, 1800.0, "with several ranks, abort if a step takes longer than N seconds; "
-        "each rank prints its stack first. While one rank loads, saves or exports, the others wait for up to "
-        "4 N seconds. If the disk is full when the result is written, retry for N seconds")
+    add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, beside the best one", also="save_total_limit")
+    add(run, "--resume", PATH, None, "continue CHECKPOINT_OR_RUN; without a value, the newest checkpoint "
+        "of --out or of the newest run in out/, or start a new run if there is none", nargs="?", const="auto",
+        metavar="CHECKPOINT_OR_RUN", everyday=True, also="resume_from_checkpoint")
+    add(run, "--timeout", SECONDS, 1800.0, "seconds after which ranks that hang in a step end and print "
+        "their stacks; 4 N while a rank loads, saves or exports. A full disk at the end is tried for N")
     add(run, "--log_every", WHOLE, 10, "log every N steps, at least every ten seconds, and each of the first "
         "ten steps", also="logging_steps log_interval")
     add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
         needs="eval_data", also="eval_steps")
     switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
-    add(run, "--world", WHOLE, None, "number of GPUs that --dry_run plans for (default: 1)", needs="dry_run",
-        everyday=True)
+    add(run, "--world", WHOLE, None, "GPUs of a --dry_run (default: 1)", needs="dry_run", everyday=True)
     add(run, "--gpu", str, None, "card that --dry_run plans for, such as 3090 or H100: its memory and, for "
         "common cards, the time of a step", needs="dry_run", metavar="NAME", everyday=True)
     add(run, "--gpu_gib", AMOUNT, None, "GiB of each GPU that the run or the plan may use; a 24 GB card has "
@@ -3002,19 +2882,15 @@ def add_run_flags(parser):
     switch(run, "--wandb", "also send metrics to Weights & Biases, configured by WANDB_PROJECT, WANDB_NAME, "
         "WANDB_MODE and so on (pip install wandb)", everyday=True, also="report_to run_name")
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
-    switch(run, "--memory_snapshot", "record GPU memory in the first three steps and write memory.pickle, "
-        "for pytorch.org/memory_viz")
-    add(run, "--export", PATH, None, "write final/ of a run's checkpoint and exit; needs neither that run's "
-        "flags nor its data", metavar="RUN/checkpoint-N")
+    switch(run, "--memory_snapshot", "write memory.pickle of three steps, for pytorch.org/memory_viz")
+    add(run, "--export", PATH, None, "write final/ of a checkpoint and exit", metavar="RUN/checkpoint-N")
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
         "and without --data, only merge", needs="lora", everyday=True)
     add(run, "--sample", str, None, "a text to continue or a question to answer before training, at each "
         "evaluation and after training (default: none, except for the built-in data)")
     switch(run, "--chat", "talk with --model instead of training", everyday=True)
-    add(run, "--temperature", AMOUNT_OR_0, 0.0, "temperature of --chat and --sample; 0: always the most "
-        "likely token")
-    add(run, "--max_new_tokens", WHOLE, None, "maximum length of an answer in tokens (default: --chat 512, "
-        "--sample 48)")
+    add(run, "--temperature", AMOUNT_OR_0, 0.0, "of --chat and --sample; 0: always the likeliest token")
+    add(run, "--max_new_tokens", WHOLE, None, "tokens of an answer (default: --chat 512, --sample 48)")
 
 
 def flags_with(mark):
@@ -3057,8 +2933,7 @@ def parse_args(argv, args=None):
 
 
 def refuse(message):
-    """launch() prints this message and ends with exit code 2."""
-    raise argparse.ArgumentError(None, message)
+    raise argparse.ArgumentError(None, message)  # launch() prints it and ends with exit code 2
 
 
 def refuse_unknown(word, flags):
@@ -3081,11 +2956,29 @@ def refuse_unknown(word, flags):
 
 
 def resolve_flags(args):
-    """Validates the flags and fills in defaults that depend on other flags. resolve_for_model() fills in
-    those that depend on the model or the device; nothing writes to `args` after that."""
+    """Validates the flags and fills in defaults that depend on other flags."""
+    # resolve_for_model() fills in those of the model and the device. After that nothing writes to `args`.
     if args.model == "":  # it would be the folder that the command runs in
         refuse("--model: expected a name, got an empty string")
-    find_results(args)  # this comes first, because an adapter decides which other flags make sense
+    # This comes first, because an adapter decides which other flags make sense. A run in --model or --adapter
+    # becomes the folder of its result.
+    given = " ".join(f"--{flag} {getattr(args, flag)}" for flag in ("model", "adapter")
+                     if getattr(args, flag))
+    args.model, args.adapter = data.find_result(args.model, args.adapter)
+    for flag in ("model", "adapter"):
+        if not os.path.isdir(getattr(args, flag) or ""):
+            continue
+        folder = Path(getattr(args, flag))
+        # A checkpoint has shards, and no model. transformers writes a state of its name beside a model.
+        checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
+        if checkpoint and is_ours(checkpoint) and not (data.result_in(folder) or data.result_in(checkpoint)):
+            refuse(f"--{flag} {folder}: a checkpoint is not a model yet: --export {checkpoint} makes one of "
+                   "it")
+    # the reference of --dpo is the model without adapters, and new tokens need rows in its embedding
+    for flag in ("dpo", "add_tokens"):
+        if args.adapter and getattr(args, flag):
+            refuse(f"--{flag} needs a whole model: merge the adapter first (--merge {given}) and give the "
+                   "merged/ that it writes as --model")
     data.share_of(args.eval_data)  # raises if it is no share
     args.add_tokens = data.read_new_tokens(args.add_tokens)
     variables = data.read_template_args(args.template_args)
@@ -3100,7 +2993,7 @@ def resolve_flags(args):
     args.offload = args.offload or []
     if "all" in args.offload:
         args.offload += ["activations", "params"] if args.fsdp2 else ["activations"]
-    args.offload = [part for part in ("activations", "params") if part in args.offload]
+    args.offload = [part for part in ("activations", "params") if part in args.offload]  # each one once
     if args.gpu:
         found = cards_named(args.gpu)
         if len(found) != 1:
@@ -3130,27 +3023,6 @@ def resolve_flags(args):
         args.beta = args.beta or 0.1
     if args.sample is None and not args.random_init:
         args.sample = SAMPLES.get(args.data[0], "")
-
-
-def find_results(args):
-    """Replaces the folder of a run in --model and --adapter by its result."""
-    given = " ".join(f"--{flag} {getattr(args, flag)}" for flag in ("model", "adapter")
-                     if getattr(args, flag))
-    args.model, args.adapter = data.find_result(args.model, args.adapter)
-    for flag in ("model", "adapter"):
-        if not os.path.isdir(getattr(args, flag) or ""):
-            continue
-        folder = Path(getattr(args, flag))
-        # A checkpoint has shards, and no model. transformers writes a state of its name beside a model.
-        checkpoint = folder if (folder / STATE).is_file() else newest_checkpoint(folder)
-        if checkpoint and is_ours(checkpoint) and not (data.result_in(folder) or data.result_in(checkpoint)):
-            refuse(f"--{flag} {folder}: a checkpoint is not a model yet: --export {checkpoint} makes one of "
-                   "it")
-    # the reference of --dpo is the model without adapters, and new tokens need rows in its embedding
-    for flag in ("dpo", "add_tokens"):
-        if args.adapter and getattr(args, flag):
-            refuse(f"--{flag} needs a whole model: merge the adapter first (--merge {given}) and give the "
-                   "merged/ that it writes as --model")
 
 
 def layer_names(flag, words):
@@ -4175,18 +4047,16 @@ def is_out_of_memory(error):
 
 def stack_of(error):
     """-> the last four calls in this project's files before an error: main > save (train.py:9)."""
-    folder = os.path.dirname(__file__)
-    calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)
-             if os.path.dirname(frame.f_code.co_filename) == folder]
-    calls = calls[1:] or calls  # the first one is launch()
-    code, line = calls[-1]
-    names = [code.co_name for code, _ in calls if not code.co_name.startswith("<")][-4:]
-    return f"{' > '.join(names)} ({os.path.basename(code.co_filename)}:{line})"
+    calls = [call for call in traceback.extract_tb(error.__traceback__)
+             if os.path.dirname(call.filename) == os.path.dirname(__file__)]
+    last = calls[-1]
+    # without lambdas, and without launch(), which is the first one
+    names = [call.name for call in calls[1:] or calls if not call.name.startswith("<")]
+    return f"{' > '.join(names[-4:])} ({os.path.basename(last.filename)}:{last.lineno})"
 
 
 def launch(argv=None):
-    """Runs main() -> the exit code. An expected error becomes one message, printed last, by rank 0 or by
-    torchrun from its error file. An unexpected error also prints its traceback."""
+    """Runs main() -> the exit code. An error becomes one message, printed last."""
     # A CPU multiplies subnormal numbers at a twentieth of its speed. States of Gated DeltaNet fade to them.
     torch.set_flush_denormal(True)
     progress = dict(out=None, step=0, tokens_of_micro_batch=0, is_written=False)

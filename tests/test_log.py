@@ -41,7 +41,7 @@ def steps_with(key, rows):
 @pytest.fixture
 def log(tmp_path):
     """A Log at step 4 of 9, without sinks."""
-    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1}
+    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1, "metrics_bytes": 0}
     loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0, term="tokens")
     return train.Log(tmp_path, state, loader, ALONE, sinks=[])
 

@@ -845,11 +845,3 @@ def test_an_adapter_of_the_hub_is_fetched_and_pinned_as_its_base_is(six_rows, tm
     asked.clear()
     assert train.launch(["--merge", "--model", str(out)]) == 0
     assert asked == [("a/base", COMMIT)]
-
-
-def test_a_resume_refuses_revisions_that_are_none(tmp_path):
-    (tmp_path / "checkpoint-1").mkdir()
-    for revisions in (["a/b"], {"a/b": "main"}, {"a/b": None}, "a/b"):
-        (tmp_path / "args.json").write_text(json.dumps({"revisions": revisions}))
-        with pytest.raises(ValueError, match=r"args.json: revisions: expected \{name on the Hub: commit"):
-            train.revisions_of(tmp_path / "checkpoint-1")

@@ -266,7 +266,6 @@ def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
     ({"OMP_NUM_THREADS": "3", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}, []),
 ], ids=str)
 def test_ranks_share_the_cores_unless_the_user_has_set_threads(monkeypatch, variables, n_threads):
-    monkeypatch.setattr(train.Ranks, "join", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     given = []
@@ -275,7 +274,7 @@ def test_ranks_share_the_cores_unless_the_user_has_set_threads(monkeypatch, vari
     monkeypatch.delenv("RANK", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    train.Ranks(False, 1800)
+    train.prepare_device(0, int(variables.get("LOCAL_WORLD_SIZE", 1)))
     assert given == n_threads
 
 
@@ -682,7 +681,7 @@ class Board:
 def log(tmp_path, monkeypatch):
     """A Log at step 4 of 9, with a Board."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
-    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1}
+    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1, "metrics_bytes": 0}
     loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0, term="tokens")  # all that a Log asks of its loader
     args = SimpleNamespace(tensorboard=True, wandb=False)
     sinks = train.open_sinks(args, tmp_path, tmp_path / "checkpoint-4", ALONE, contextlib.ExitStack())
@@ -1089,7 +1088,7 @@ def test_a_row_that_a_full_disk_has_cut_ends_no_run_and_does_not_swallow_the_nex
     log.write_eval({"eval_loss": 2.0, "eval_tokens": 10})
     log.write_eval({"eval_loss": 1.0, "eval_tokens": 10})
     assert [row["eval_loss"] for row in train.read_metrics(tmp_path, 4)] == [2.0, 1.0]
-    assert len(metrics.read_text().splitlines()) == 3  # the cut row has a line of its own, and no empty one follows
+    assert len(metrics.read_text().splitlines()) == 2  # the cut row is gone
 
 
 def test_a_disk_that_is_full_costs_the_profile_and_not_the_run(tmp_path, capsys):
