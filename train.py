@@ -721,7 +721,7 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
 
 def count_steps(args, n_rows, world):
     """-> (rows of a step, steps). Raises a ValueError if the data have too few rows."""
-    rows_a_step = args.batch_size * args.grad_accum * world // args.sequence_parallel
+    rows_a_step = args.batch_size * args.grad_accum * world // args.sequence_parallel  # of all ranks
     if n_rows < rows_a_step:
         raise ValueError(
             f"a step needs {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
@@ -756,7 +756,7 @@ def say_notes(args, config, steps, ranks):
 def limit_gpu(gpu_gib, ranks):
     """Limits the process to --gpu_gib of its GPU -> bytes that each rank may use. Collective."""
     # one number for all ranks, because all must recompute the same blocks
-    limit = (gpu_gib or math.inf) * GIB
+    limit = (gpu_gib or math.inf) * GIB  # bytes
     if ranks.device.type != "cuda":
         return min(ranks.gather(limit))
     free, total = torch.cuda.mem_get_info(ranks.device)
@@ -1000,7 +1000,7 @@ def shard_(model, args, device, streamed=None):
     sizes = args.replicas, dist.get_world_size() // args.replicas
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
     if args.replicas == 1:
-        mesh = mesh["shard"]
+        mesh = mesh["shard"]  # FSDP2 without replicas
     policy = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype,
         reduce_dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
@@ -1016,7 +1016,7 @@ def shard_(model, args, device, streamed=None):
         streamed = None
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
-    in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
+    in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)  # no param_dtype: no cast
     layers = model.model.layers
     for i, block in enumerate(layers):
         stays = streamed is not None and i not in streamed
@@ -1172,7 +1172,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, device, blocks, min_bytes=1 << 16):
         super().__init__(self.pack, self.unpack)
         self.device = device
-        self.min_bytes = min_bytes
+        self.min_bytes = min_bytes  # smaller tensors stay
         self.last = None  # the newest Parked
         self.next = None  # the Parked before it, until the mixer of the block runs
         # The Copy of each tensor on its way out, held until the compute stream has waited for it. Without
@@ -1355,7 +1355,7 @@ def aligned(n_bytes):
 
 def groups_of(named, weight_decay, embedding_lr):
     """Parameter groups: matrices, vectors, and the vocabulary under adapters, at a rate of its own."""
-    in_full = () if embedding_lr is None else (data.EMBEDDING, data.HEAD)
+    in_full = () if embedding_lr is None else (data.EMBEDDING, data.HEAD)  # beside adapters
     vocabulary = [p for name, p in named.items() if name in in_full]
     matrices = [p for name, p in named.items() if name not in in_full and p.dim() > 1]
     vectors = [p for p in named.values() if p.dim() < 2]
@@ -1530,7 +1530,7 @@ class Log:
         self.peak_flops = 1e12 * card.tflops if card else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
         self.start = time.perf_counter()
-        self.start_step = state["step"]
+        self.start_step = state["step"]  # a resumed run begins later than at 0
         self.reset()
 
     def reset(self):
@@ -1539,8 +1539,8 @@ class Log:
         self.loss_sums = []  # of each step, of this rank
         self.n_terms = []  # of each step, of all ranks
         self.metrics = {}  # {name: sum} of the last step
-        self.n_tokens = 0
-        self.flops = 0.0
+        self.n_tokens = 0  # of all ranks
+        self.flops = 0.0  # of this rank
 
     @contextlib.contextmanager
     def paused(self):
@@ -1581,7 +1581,7 @@ class Log:
         n_skipped = int(numbers.pop("skipped_steps"))
         step = self.state["step"]
         steps = self.state["steps"]
-        mem_gib, mem_reserved_gib = memory_gib(self.ranks.device)
+        mem_gib, mem_reserved_gib = memory_gib(self.ranks.device)  # peaks since the last row
         row = {
             "step": step,
             "epoch": step * self.state["rows_a_step"] / len(self.loader.rows),
@@ -1731,7 +1731,7 @@ class WandB:
     def __init__(self, out, _, settings):
         import wandb
 
-        path = out / "wandb-id.txt"
+        path = out / "wandb-id.txt"  # a resumed run finds one
         run_id = path.read_text().strip() if path.is_file() else None
         self.run = wandb.init(
             id=run_id, resume="allow", dir=os.getenv("WANDB_DIR", str(out)), config=settings)
@@ -1864,7 +1864,7 @@ class Sample:
         self.before = ""  # its answer before the training
         if not self.question:
             return
-        is_chat = any(file.report.n_chats for file in documents.files)
+        is_chat = any(file.report.n_chats for file in documents.files)  # if not, a text to go on with
         ask = [{"role": "user", "content": question}] if is_chat else question
         # now, because a template that refuses the question must not end a run after hours
         with ranks.agree():
@@ -2166,7 +2166,7 @@ def export_checkpoint(args, exits):
         state = read_state(checkpoint, data.read_json(checkpoint / STATE).get("settings", {}), ranks)
         of_run = data.read_json(checkpoint.parent / "args.json")
         flags = {name: of_run.get(name, value) for name, value in vars(args).items()}
-        one_rank = {"fsdp2": False, "replicas": 1, "sequence_parallel": 1}
+        one_rank = {"fsdp2": False, "replicas": 1, "sequence_parallel": 1}  # this process is alone
         revisions = revisions_of(checkpoint)
     opened = open_model(argparse.Namespace(**flags | one_rank), ranks, revisions)  # the flags of that run
     model = opened.model
@@ -2242,7 +2242,7 @@ def checkpoint_to_resume(out, resume):
     """-> the checkpoint to continue from, or None to start at step 0."""
     if resume is None:
         return None
-    if resume == "auto":
+    if resume == "auto":  # --resume without a value
         runs = [Path(out)] if out else sorted(Path("out").glob("20*-*"))  # names are dates
         return newest_checkpoint(runs[-1]) if runs else None
     given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
@@ -2503,7 +2503,7 @@ def copy_rows_(key, tensor, saved, first_saved):
     shape = list(tensor.shape) or [1]  # a scalar is saved as one row
     dtype = data.DTYPE_NAMES[tensor.dtype]
     saved_shape = saved.get_shape()
-    stop_saved = first_saved + saved_shape[0]
+    stop_saved = first_saved + saved_shape[0]  # behind the last row
     same_kind = saved.get_dtype() == dtype and len(saved_shape) == len(shape)
     # all but the number of rows must be the same
     if not same_kind or saved_shape[1:] != shape[1:] or stop_saved > shape[0]:
@@ -2537,7 +2537,7 @@ class Saver:
         check_finite(tensors, step, self.ranks)
         started = time.perf_counter()
         name = f"checkpoint-{step}"
-        part = self.out / f"{name}.part"
+        part = self.out / f"{name}.part"  # gets its name when it is complete
         file = f"rank-{self.ranks.rank:05}-of-{self.ranks.world:05}.safetensors"
         rows_of = rows_of_rank(tensors, self.ranks.rank)
         files = {}  # {name: [size, checksum]}
@@ -2991,7 +2991,7 @@ def resolve_flags(args):
     if args.nf5:
         args.nf5 = layer_names("nf5", args.nf5)
     args.offload = args.offload or []
-    if "all" in args.offload:
+    if "all" in args.offload:  # --offload without a value
         args.offload += ["activations", "params"] if args.fsdp2 else ["activations"]
     args.offload = [part for part in ("activations", "params") if part in args.offload]  # each one once
     if args.gpu:
@@ -4060,7 +4060,7 @@ def launch(argv=None):
     # A CPU multiplies subnormal numbers at a twentieth of its speed. States of Gated DeltaNet fade to them.
     torch.set_flush_denormal(True)
     progress = dict(out=None, step=0, tokens_of_micro_batch=0, is_written=False)
-    code = 1
+    code = 1  # of errors that have no code of their own
     speaks = os.environ.get("RANK", "0") == "0" or not os.environ.keys() >= OF_GROUP
     try:
         with contextlib.ExitStack() as exits:
