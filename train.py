@@ -1170,7 +1170,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
                                                that runs, the copy back of the next one starts"""
 
     def __init__(self, device, blocks, min_bytes=1 << 16):
-        super().__init__(self.pack, self.unpack)
+        super().__init__(self.pack, self.unpack)  # of nested hooks torch calls only the innermost
         self.device = device
         self.min_bytes = min_bytes  # smaller tensors stay
         self.last = None  # the newest Parked
