@@ -13,12 +13,12 @@ edit" in tests/README.md says which lines a new loss, optimizer, flag or model c
 A reading tour, in the order of a run:
 
     trace                       runs a step on the meta device before anything is allocated
-    Tokenizer.conversation      (data.py) makes the mask of trained tokens out of spans of characters
+    Tokenizer.conversation      (data.py) finds the characters to train on, and tokens_in() their tokens
     shard_                      lets FSDP2 gather a block before it runs, and free it after
     load_weights_               (data.py) reads and quantizes a rank's own rows only
-    attend                      (model.py) lets each packed document see itself alone, without a [T, T] mask
+    attend                      (model.py) lets each packed document see only itself, without a [T, T] mask
     OffloadActivations          copies block inputs to host memory, and back before the backward needs them
-    StreamedWeights             copies frozen weights to the GPU just before their block runs
+    StreamedWeights             copies frozen weights to the GPU while the block before theirs runs
     ChunkedCrossEntropy         (model.py) computes the gradient of the loss in the forward, by chunks
     Saver.save                  makes a checkpoint by one rename
 
@@ -27,7 +27,7 @@ Words:
     block     a layer of the model: attention or Gated DeltaNet, and an MLP
     row       the tokens that go through the model together, of one or several packed documents
     part      the piece of a document that goes into one row
-    chunk     the tokens that the loss works on at a time
+    chunk     the tokens that the loss, or Gated DeltaNet's recurrence, works on at a time
     tile      the tokens that the MLP works on at a time (--tiled_mlp)
     segment   the tokens that Gated DeltaNet recomputes at a time
     page      a piece of pinned host memory, for tensors that are offloaded
@@ -204,14 +204,14 @@ def main(argv, progress, exits):
     profiler = tracer(args.profile, args.memory_snapshot, out, ranks)
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
         n_done = state["step"]  # data, dropout and schedule count from 0
-        # Turn n + 1 begins with the evaluation of step n: a run that is resumed begins with what it owes.
+        # Step n is evaluated when iteration n + 1 begins, so a resumed run makes up for a missed evaluation.
         is_due = args.eval_every and n_done % args.eval_every == 0
         if is_due and state["evaluated"] < n_done:
             evaluate_now()
         step = n_done + 1  # as it is logged
         ranks.rearm_watchdog()  # a rank has --timeout seconds from here to the next call
         lr = set_rates_(optimizer, n_done, steps, args)
-        # other masks in each step and on each rank, and the same ones when a step is computed again
+        # other dropout masks in each step and on each rank, and the same ones when a step is computed again
         torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(args.seed) + n_done) + ranks.rank))
 
         progress |= {"step": step, "tokens_of_micro_batch": max(batch.tokens.numel() for batch in batches)}
@@ -230,7 +230,7 @@ def main(argv, progress, exits):
         # the first steps show whether a run learns, the first after a resume whether it continues well
         log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
         if log_due or overdue or save_due or stopped:
-            # the only host sync of the step
+            # here the host waits for the GPU
             numbers = to_host({**log.means(), "lr": lr, "grad_norm": norm, **nonfinite.take_counts_()})
             bad_step = index_of_bad_step(step, numbers)
             if bad_step is not None:
@@ -239,7 +239,7 @@ def main(argv, progress, exits):
         if profiler:
             profiler.step()
 
-        # once in a while: save, stop. A save comes before the evaluation of its step, which may take minutes
+        # a save comes before the evaluation of its step, which may take minutes
         if save_due:
             save()
         if stopped:
@@ -275,8 +275,8 @@ class Ranks:
     """This process among the others: its number, its device, and the small values that ranks exchange."""
 
     def __init__(self, want_group, timeout):
-        # Who waits how long for a rank that hangs. A step: rearm_watchdog() ends this rank after `timeout`
-        # seconds, and collectives fail later, so that it reports first.
+        # How long ranks wait for one that hangs. In a step rearm_watchdog() ends this rank after `timeout`
+        # seconds; collectives fail later, so the watchdog reports first.
         self.timeout = timeout
         self.step_limit = timedelta(seconds=2 * timeout + 60)
         # gather() and agree(), where a rank may load or save for hours: rank 0 gives up after this time and
@@ -870,13 +870,12 @@ def train_step(trainer, batches, n_terms):
 
 def loss_of(model, b, args):
     """-> (summed loss of a batch, {name: sum of a metric}), on the device, with the same names each time."""
-    # The log divides these by the supervised tokens, or by the pairs of --dpo. With --sequence_parallel N a
-    # rank has a shard of the tokens, but b.n_targets of its whole group: a metric that sums these counts them
-    # N times.
+    # The log divides these by the supervised tokens, or by the pairs of --dpo. With --sequence_parallel the
+    # losses are of this rank's tokens; b.n_targets are of whole rows, and only the first rank has them.
     inputs = b.tokens, b.targets, b.positions, b.spans, b.supervised_S
     if not args.dpo:
         loss = model(*inputs)
-        return loss, model.lm_head.metrics
+        return loss, model.lm_head.metrics  # which this forward has filled
     # the reference is the same model with its adapters switched off, so no second one is in memory
     with torch.no_grad():
         lm.switch_adapters_(model, on=False)
@@ -944,7 +943,7 @@ def evaluate(model, loader, ranks, args, stop=None):
 
 def to_host(tensors):
     """{name: tensor or number} -> {name: number, or list of them}."""
-    # The first one waits for the GPU. Behind it nothing runs, so each of the few others takes microseconds.
+    # The first one waits for the GPU. After it nothing runs, so each of the few others takes microseconds.
     return {name: torch.as_tensor(tensor, dtype=torch.float64).tolist() for name, tensor in tensors.items()}
 
 
@@ -955,14 +954,15 @@ def to_host(tensors):
 #     flags              ranks that   it lies                   it is brought by            its place is
 #                        share rows                                                         free again
 #     none               -            on the GPU, whole         -                           never
-#     --fsdp2            1            on the GPU, whole         -                           never
+#     --fsdp2            1            on the GPU, whole         FSDP2: copy on the GPU      after the block
 #     --fsdp2            2 and more   on their GPUs, by rows    FSDP2: all-gather           after the block
 #     --offload params   1            in host memory, whole     StreamedWeights: copy       for another block
 #     --offload params   2 and more   in host memory, by rows   FSDP2: copy, all-gather     after the block
 #
-# A resident block (--resident_blocks) is as without --offload params, which comes with --fsdp2. Embedding and
-# head are FSDP2's, but where one rank has all rows and --offload params: there, if they are frozen, they are
-# StreamedVocabulary's. What is trained is FSDP2's in any case, and with --offload params in host memory.
+# build() brings it there first: allocate_() makes its place, and data.load_weights_() fills that. --offload
+# params requires --fsdp2. A resident block (--resident_blocks) lies as without --offload params. Embedding
+# and head are FSDP2's; frozen ones are StreamedVocabulary's where StreamedWeights has the blocks. What is
+# trained is FSDP2's, with --offload params in host memory.
 
 
 @functools.cache  # a second call would wrap the method again
@@ -1010,17 +1010,16 @@ def shard_(model, args, device, streamed=None):
     pin_memory = device.type != "cpu"
     offload = CPUOffloadPolicy(pin_memory) if "params" in args.offload else stay
     ignored = set()
+    resident = set() if streamed is None else {*range(len(model.model.layers))} - {*streamed}
     if streams_weights(args, dist.get_world_size()):
         ignored.update(frozen_of(model))
-        # FSDP2 has what is trained alone, and all of that is in host memory, whichever blocks are streamed
-        streamed = None
+        resident = set()  # FSDP2 has only what is trained, and all of that is in host memory
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)  # no param_dtype: no cast
     layers = model.model.layers
     for i, block in enumerate(layers):
-        stays = streamed is not None and i not in streamed
-        block_offload = stay if stays else offload
+        block_offload = stay if i in resident else offload
         # FSDP2 casts the floats of a unit to one dtype (bytes of NF4 stay as they are), so the vectors of a
         # DecayGate, which are float32, are a unit of their own.
         for module in block.modules():
@@ -1029,7 +1028,7 @@ def shard_(model, args, device, streamed=None):
         # the last block stays gathered: the backward needs it first, and freeing it would gather it twice
         reshard = args.reshard_after_forward and i < len(layers) - 1
         shard(block, offload_policy=block_offload, reshard_after_forward=reshard)
-        if not stays:
+        if i not in resident:
             continue
         # The adapters of a resident block are offloaded as all others are: the optimizer updates parameters
         # on one device. FSDP2 has one policy for a unit, and a second unit would gather twice as often. So
@@ -1091,13 +1090,12 @@ def allocate_(model, run, policy, device):
         return []
     layers = model.model.layers
     streamed = [layers[i] for i in policy.streamed]
-    # the last norm as well: FSDP2, which would bring it, ignores all that is frozen then
-    modules = [*layers, model.model.norm] if run.streams else layers
-    for module in modules:
-        for p in frozen_of(module):
-            # StreamedWeights has no vectors: they are too small to be worth a copy in each pass
-            if module not in streamed or (run.streams and p.dim() < 2):
-                move_(p, device)
+    on_device = [p for block in layers if block not in streamed for p in frozen_of(block)]
+    if run.streams:
+        # vectors are not worth a copy in each pass, and FSDP2 ignores all that is frozen, the last norm too
+        on_device += [p for module in (*streamed, model.model.norm) for p in frozen_of(module) if p.dim() < 2]
+    for p in on_device:
+        move_(p, device)
     return streamed if run.streams else []
 
 
@@ -1166,15 +1164,15 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     arXiv:2506.13996).
 
         forward:   pack 1, pack 2, pack 3      each starts the copy out
-        backward:  unpack 3, unpack 2, ...     between two of them, behind the MLP's backward of the block
+        backward:  unpack 3, unpack 2, ...     between two of them, after the MLP's backward of the block
                                                that runs, the copy back of the next one starts"""
 
     def __init__(self, device, blocks, min_bytes=1 << 16):
         super().__init__(self.pack, self.unpack)  # of nested hooks torch calls only the innermost
         self.device = device
         self.min_bytes = min_bytes  # smaller tensors stay
-        self.last = None  # the newest Parked
-        self.next = None  # the Parked before it, until the mixer of the block runs
+        self.newest = None  # Parked
+        self.below = None  # the Parked input of the block below, until after_mixer() takes it
         # The Copy of each tensor on its way out, held until the compute stream has waited for it. Without
         # that its memory is reused while the side stream still reads it: silent errors in torchtune.
         self.leaving = []
@@ -1183,18 +1181,19 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             block.mixer.register_forward_hook(self.after_mixer)
 
     def __enter__(self):
-        self.last = None  # or the first tensor would link to the last one of the previous forward
+        self.newest = None  # or the first tensor would link to the last one of the previous forward
         return super().__enter__()
 
     def __exit__(self, *error):
         self.release(n_held=0)  # and not in the backward: the last block and the head need memory, too
-        self.next = self.last  # for the last block, whose own input stays
+        self.below = self.newest  # for the last block, whose own input stays
         return super().__exit__(*error)
 
     def after_mixer(self, mixer, inputs, out):
-        """Makes the backward of the mixer bring back the next input: the MLP's has then freed its memory."""
-        parked = self.next
-        self.next = None  # so a recomputation's call does nothing, nor do those for other groups of heads
+        """Makes the mixer's backward bring back the input of the block below: that of the MLP has freed its
+        memory by then."""
+        parked = self.below
+        self.below = None  # so a recomputation's call does nothing, nor do those for other groups of heads
         if parked is not None and out.requires_grad:
             out.register_hook(lambda _: self.bring_back(parked))
 
@@ -1209,11 +1208,11 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         if elsewhere or tensor.nbytes < self.min_bytes or isinstance(tensor, nn.Parameter):
             return tensor
         tensor = tensor.contiguous()  # pages are cut out of its bytes as they lie in memory
-        self.next = self.last
-        self.last = Parked(tensor)
-        self.leaving.append(Copy(tensor, self.side.copy(self.last.pages, pages_of(tensor))))
-        self.release(n_held=1)  # one copy behind the compute: more would only keep more on the device
-        return self.last
+        self.below = self.newest
+        self.newest = Parked(tensor)
+        self.leaving.append(Copy(tensor, self.side.copy(self.newest.pages, pages_of(tensor))))
+        self.release(n_held=1)  # one copy runs beside the compute: more would only keep more on the device
+        return self.newest
 
     def bring_back(self, parked):
         if parked.in_flight is None:
@@ -1287,7 +1286,7 @@ class StreamedWeights:
         self.bring(k + 1)  # does nothing but in the first block of a forward: see after_forward()
         x = inputs[0]
         if x.requires_grad:
-            # with this gradient the block's backward is done, and its slot free for the block that shares it
+            # this gradient ends the block's backward: its slot is free for block k - 2
             x.register_hook(lambda _: self.bring(k - 2))
 
     def after_forward(self, k, block, inputs, x):
@@ -2821,8 +2820,8 @@ def add_memory_flags(parser):
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)
     add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
-    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time, and in rows of 16,384 tokens "
-        "and more attention on groups of heads; try 4096 (default: off)", everyday=True)
+    add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time; from 16,384 tokens a row on "
+        "also attention, on groups of heads; try 4096 (default: off)", everyday=True)
     add(memory, "--optim", str, "adamw", "adamw8bit stores 2 bytes of state per parameter instead of 8",
         choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
     switch(memory, "--stochastic_rounding", "round to bf16 at random, to keep small updates", fixed=True)
