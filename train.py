@@ -2360,8 +2360,12 @@ def lock_folder(out):
         # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
         with data.where_supported(f"--out {out}: its disk has no file locks: let no second job write there"):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it") from None
+        # RunFolder.leave() of another start may have removed the file since: then it keeps nobody out
+        is_locked = os.path.samefile(out / "lock", lock.fileno())
+    except (BlockingIOError, FileNotFoundError):
+        is_locked = False
+    if not is_locked:
+        raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it")
     return lock
 
 
