@@ -450,7 +450,6 @@ class RunSpec(NamedTuple):
 
     @property
     def streams(self):
-        """Whether frozen weights come from host memory on a side stream, and not by FSDP2."""
         return streams_weights(self.args, self.world)
 
 
@@ -1560,8 +1559,7 @@ class Log:
         self.flops += flops
 
     def means(self):
-        """-> {"losses": of each step since the last row, name of a metric: its mean in the last step}, on the
-        device. Collective."""
+        """-> {"losses": of each step since the last row, a metric: its mean in the last step}. Collective."""
         # In float64 the sum over ranks is exact. In float32 it depends on a backend's order, and so on the
         # number of steps: a resumed run would log different losses.
         sums = torch.stack([*self.loss_sums, *self.metrics.values()]).double()
@@ -1953,7 +1951,6 @@ def chat(args):
 
 
 def check_length(n_tokens, n_trained):
-    """Rejects prompts far beyond the model's context."""
     # Ctrl-C cannot interrupt a kernel, and attention would block a CPU for minutes.
     if n_tokens > 4 * n_trained:
         raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
@@ -2287,8 +2284,7 @@ class RunFolder:
 
 
 def take_folder(out, resume, inspect, ranks, exits):
-    """-> (the run's folder, locked; the checkpoint to resume from or None; its {name on the Hub: commit}, as
-    a data set may have grown since). Collective."""
+    """-> (the run's locked folder, the checkpoint to resume or None, its commits on the Hub). Collective."""
     found = None
     with ranks.agree():
         if ranks.rank == 0:
