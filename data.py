@@ -317,22 +317,6 @@ class GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope([before, *body, after]).set_lineno(line)
 
 
-def template_environment():
-    """jinja's sandbox, with the settings and functions of transformers: templates are written for these."""
-    version = [int(number) for number in re.findall(r"\d+", jinja2.__version__)]
-    if version < [3, 1, 6]:  # CVE-2025-27516: the filter |attr reached format(), and so any object
-        raise ValueError(f"templates escape from jinja2 {jinja2.__version__}: pip install -U jinja2")
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
-    env.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime}
-    env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja's own escapes HTML
-    return env
-
-
 def check_is_variable(name, where):
     if name in GIVEN_TO_TEMPLATES or name in NAMED_TOKENS:
         raise ValueError(f"{where}: a template gets {name} from each conversation, or from the tokenizer")
@@ -434,42 +418,30 @@ def is_in(part, text):
 
 
 def with_marks(messages, tools):
-    """-> (messages, tools, items): with a unique marker in the name of each tool and call, and in arguments.
-    A rendering then shows what the template kept; to search for the words is not enough, as prose may have
-    them. items: for each marker (what it marks, the message's number for arguments, None for a name)."""
+    """-> (messages, tools, items): copies with a unique marker in the name of each tool and call, and in
+    arguments. A rendering then shows what the template kept; prose may have the same words.
+    items: for each marker (what it marks, the message's number for arguments, None for a name)."""
     items = []
 
     def mark(what, answer=None):
         items.append((what, answer))
         return f"{MARK}{len(items) - 1}{MARK}"
 
-    marked_tools = []
+    tools = copy.deepcopy(tools)
     for tool in tools or ():
         function = tool.get("function", tool)
         name = function.get("name", "")
-        function = function | {"name": name + mark(f"the tool {lm.quoted(name)}")}
-        marked_tools.append(tool | {"function": function} if "function" in tool else function)
-    marked_messages = []
+        function["name"] = name + mark(f"the tool {lm.quoted(name)}")
+    messages = [copy.deepcopy(message) if "tool_calls" in message else message for message in messages]
     for i, message in enumerate(messages):
-        calls = []
         for call in message.get("tool_calls", ()):
-            function = call["function"].copy()  # the example stays as it is
+            function = call["function"]
             function["name"] += mark(f"a call of the tool {lm.quoted(function['name'])}")
-            if isinstance(function["arguments"], str):  # see with_json_arguments()
+            if isinstance(function["arguments"], str):  # see render_calls()
                 function["arguments"] += mark("arguments", i)
             elif function["arguments"]:
-                function["arguments"] = function["arguments"] | {mark("arguments", i): 0}
-            calls.append(call | {"function": function})
-        marked_messages.append(message | {"tool_calls": calls} if calls else message)
-    return marked_messages, marked_tools or None, items
-
-
-def with_json_arguments(message):
-    calls = []
-    for call in message.get("tool_calls", ()):
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-    return message | {"tool_calls": calls} if calls else message
+                function["arguments"][mark("arguments", i)] = 0
+    return messages, tools, items
 
 
 def read_tokenizer(folder):
@@ -728,8 +700,18 @@ class Tokenizer:
             self.compile_templates(found, template_args)
 
     def compile_templates(self, named, template_args):
-        """named: {name of a template: its text}."""
-        env = template_environment()
+        """named: {name: text}. Compiled in jinja's sandbox with the settings and functions of transformers."""
+        version = [int(number) for number in re.findall(r"\d+", jinja2.__version__)]
+        if version < [3, 1, 6]:  # CVE-2025-27516: the filter |attr reached format(), and so any object
+            raise ValueError(f"templates escape from jinja2 {jinja2.__version__}: pip install -U jinja2")
+
+        def raise_exception(message):
+            raise jinja2.TemplateError(message)
+
+        env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
+        env.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime}
+        env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja's own escapes HTML
         self.template_reads = set()
         self.template_words = set()
         for text in named.values():
@@ -822,7 +804,12 @@ class Tokenizer:
             # some templates read the content, if only to see that it is none
             with_content = [message | {"content": message.get("content")} for message in messages]
             # and some want arguments as JSON, not as objects
-            forms += [with_content, [with_json_arguments(message) for message in with_content]]
+            with_json = copy.deepcopy(with_content)
+            for message in with_json:
+                for call in message.get("tool_calls", ()):
+                    function = call["function"]
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            forms += [with_content, with_json]
         for form in forms[:-1]:
             with contextlib.suppress(TextError):
                 return form, *self.render(form, tools)
@@ -1181,19 +1168,14 @@ def split_conversations(answers, prompt):
 
 def text_or_turns(value, key):
     """A text, or a list of messages, also as JSON."""
-    if isinstance(value, list) or are_messages(value):
+    turns = from_json(value)
+    are_messages = isinstance(turns, list) and all(
+        isinstance(one, dict) and one.keys() & {"role", "from"} for one in turns)
+    if isinstance(value, list) or (turns and are_messages):
         return turns_of(value, key)
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text or a list of messages, got {lm.quoted(value)}")
     return value
-
-
-def are_messages(value):
-    """Whether a value is a list of messages, also as JSON."""
-    turns = from_json(value)
-    if not isinstance(turns, list):
-        return False
-    return bool(turns) and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in turns)
 
 
 def begins_with_question(answer):
@@ -1396,25 +1378,24 @@ def check_message(message, schemas):
     content = message.get("content")
     must = f"'content' of a message of {role!r} must be text"
     if isinstance(content, list):
-        content = message["content"] = "".join(text_of_part(part, must) for part in content)
+        texts = []
+        for part in content:  # OpenAI's parts, {"type": "text", "text": ...}
+            if not isinstance(part, dict):
+                raise ValueError(f"{must}, got a part {lm.quoted(part)}")
+            kind = part.get("type", "text")
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if kind not in TEXT_PARTS or not isinstance(text, str):
+                raise ValueError(f"{must}, got a part of the type {lm.quoted(kind)}: {lm.quoted(part)}; "
+                                 "expected are calls in 'tool_calls', and each result in a message of the "
+                                 "role 'tool'")
+            texts.append(text)
+        content = message["content"] = "".join(texts)
     if not isinstance(content, str) and (content is not None or not calls):
         raise ValueError(f"{must}, got {lm.quoted(content)}; its keys: {listing(message)}")
     thoughts = [text_in(message, key) for key in THOUGHTS if key in message]
     if thoughts:  # templates read it by the first or by the second of these names
         message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
     return message
-
-
-def text_of_part(part, must):
-    """The text of OpenAI's content part, {"type": "text", "text": ...}. must: words of an error."""
-    if not isinstance(part, dict):
-        raise ValueError(f"{must}, got a part {lm.quoted(part)}")
-    kind = part.get("type", "text")
-    text = part.get("refusal" if kind == "refusal" else "text")
-    if kind not in TEXT_PARTS or not isinstance(text, str):
-        raise ValueError(f"{must}, got a part of the type {lm.quoted(kind)}: {lm.quoted(part)}; expected are "
-                         "calls in 'tool_calls', and each result in a message of the role 'tool'")
-    return text
 
 
 def is_trained(message):
@@ -1700,8 +1681,7 @@ def tokenize(examples, tokenizer, folder, columns):
     """Writes ARRAYS and report.json of (line, example). A ValueError if there are no tokens."""
     report = FileReport()  # the functions below add what they find
     examples = tqdm(examples, "tokenizing", leave=False, disable=None)
-    examples = read_examples(examples, tokenizer, columns, report)
-    while some := take(examples, READ_CHARS):
+    for some in read_examples(examples, tokenizer, columns, report):
         encoded = tokenizer.encode([one for _, texts in some for one in texts])
         documents = []
         for line, texts in some:
@@ -1728,7 +1708,9 @@ def tokenize(examples, tokenizer, folder, columns):
 
 
 def read_examples(examples, tokenizer, columns, report):
-    """Yields (line, [Text]) of examples that can be read. A ValueError if the first 20 are all bad."""
+    """Yields lists of (line, [Text]), each with about READ_CHARS. A ValueError if the first 20 are all bad."""
+    some = []
+    n_chars = 0
     for line, example in examples:
         if isinstance(example, str) and not example.strip():
             continue
@@ -1751,19 +1733,13 @@ def read_examples(examples, tokenizer, columns, report):
         if first.form in (PAIR, "prompt + completion") and not first.is_chat and tokenizer.has_template:
             report.note("prompts are plain strings: the chat template is NOT applied to them. Use lists of "
                         "messages if the model is a chat model")
-        yield line, texts
-
-
-def take(examples, n_chars):
-    """The next (line, [Text]) with about this much text."""
-    some = []
-    n_taken = 0
-    for line, texts in examples:
         some.append((line, texts))
-        n_taken += sum(len(one.text) for one in texts)
-        if n_taken >= n_chars:
-            break
-    return some
+        n_chars += sum(len(one.text) for one in texts)
+        if n_chars >= READ_CHARS:
+            yield some
+            some = []
+            n_chars = 0
+    yield some
 
 
 def documents_of(line, encoded, tokenizer, report):
@@ -1952,42 +1928,37 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
     files = []
     tables = []
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
-        file, parts = open_file(folder, name, seq_len, overflow)
+        report = read_report(folder)
+        tokens, supervised, documents = (
+            np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
+        long = overflow
+        if not long:  # half a text is a text, but half a conversation ends in the middle of an answer
+            long = "split" if report.formats.keys() == {"text"} else "drop"
+        # the two answers of a pair share a row, or neither is used
+        n_together = 2 if PAIR in report.formats else 1
+        n_positions = (documents["length"] - 1).reshape(-1, n_together).sum(1)
+        document, parts = parts_of(documents, np.repeat(n_positions, n_together), seq_len, long)
+        parts["file"] = number
+        parts["n_targets"] = [np.count_nonzero(supervised[start + 1 : stop])
+                              for start, stop in zip(parts["start"], parts["stop"])]
+        used = np.flatnonzero(parts["n_targets"])  # the rest would only make rows longer
+        n_untrained = len(np.setdiff1d(document, document[used]))
+        parts = parts[used]
+        file = DataFile(
+            name, report, tokens, supervised, long,
+            n_long=int((n_positions > seq_len).sum()),
+            longest=int(n_positions.max(initial=0)),
+            n_untrained=n_untrained,
+            n_tokens=int(n_positions_of(parts).sum()),
+            n_trained=int(parts["n_targets"].sum()))
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
         is_chosen = (parts["hash"] >= hashes.start) & (parts["hash"] < hashes.stop)
         parts = parts[is_chosen]
-        parts["file"] = number
         # its other counts stay those of the whole file
         files.append(file._replace(n_tokens=int(n_positions_of(parts).sum()),
                                    n_trained=int(parts["n_targets"].sum())))
         tables.append(parts)
     return Documents(files, np.concatenate(tables))
-
-
-def open_file(folder, name, seq_len, overflow):
-    """A folder of the cache -> (DataFile, its parts that have a target, [n] PART)."""
-    report = read_report(folder)
-    tokens, supervised, documents = (
-        np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
-    if not overflow:  # half a text is a text, but half a conversation ends in the middle of an answer
-        overflow = "split" if report.formats.keys() == {"text"} else "drop"
-    # the two answers of a pair share a row, or neither is used
-    n_together = 2 if PAIR in report.formats else 1
-    n_positions = (documents["length"] - 1).reshape(-1, n_together).sum(1)
-    document, parts = parts_of(documents, np.repeat(n_positions, n_together), seq_len, overflow)
-    parts["n_targets"] = [np.count_nonzero(supervised[start + 1 : stop])
-                          for start, stop in zip(parts["start"], parts["stop"])]
-    used = np.flatnonzero(parts["n_targets"])  # the rest would only make rows longer
-    n_untrained = len(np.setdiff1d(document, document[used]))
-    parts = parts[used]
-    file = DataFile(
-        name, report, tokens, supervised, overflow,
-        n_long=int((n_positions > seq_len).sum()),
-        longest=int(n_positions.max(initial=0)),
-        n_untrained=n_untrained,
-        n_tokens=int(n_positions_of(parts).sum()),
-        n_trained=int(parts["n_targets"].sum()))
-    return file, parts
 
 
 def parts_of(documents, n_positions, seq_len, overflow):
@@ -2388,21 +2359,17 @@ class Preset(NamedTuple):
     positions: int  # tokens that the model was trained on
     theta: float  # RoPE's base
     tied: bool = False  # head and embedding are one matrix
-    rope: dict | None = None  # rope_scaling
     further: dict = {}  # other keys and values of its config.json
 
     def config(self):
-        config = {
+        return {
             "_name_or_path": self.hub_id, "model_type": self.model_type, "vocab_size": self.V,
             "hidden_size": self.D, "intermediate_size": self.F, "num_hidden_layers": self.layers,
             "num_attention_heads": self.H, "num_key_value_heads": self.G, "head_dim": self.K,
             "max_position_embeddings": self.positions, "rope_theta": self.theta,
             "rms_norm_eps": 1e-6 if self.model_type.startswith("qwen") else 1e-5,
             "tie_word_embeddings": self.tied,
-        }
-        if self.rope:
-            config["rope_scaling"] = self.rope
-        return config | self.further
+        } | self.further
 
 
 LLAMA_3_1_ROPE = {
@@ -2411,8 +2378,9 @@ LLAMA_3_1_ROPE = {
 }
 LLAMA_2 = functools.partial(Preset, model_type="llama", V=32000, K=128, positions=4096, theta=1e4)
 LLAMA_3 = functools.partial(Preset, model_type="llama", V=128256, K=128, positions=8192, theta=5e5)
-LLAMA_3_1 = functools.partial(LLAMA_3, positions=131072, rope=LLAMA_3_1_ROPE)
-LLAMA_3_2 = functools.partial(LLAMA_3_1, rope=LLAMA_3_1_ROPE | {"factor": 32.0}, tied=True)
+LLAMA_3_1 = functools.partial(LLAMA_3, positions=131072, further={"rope_scaling": LLAMA_3_1_ROPE})
+LLAMA_3_2 = functools.partial(
+    LLAMA_3_1, further={"rope_scaling": LLAMA_3_1_ROPE | {"factor": 32.0}}, tied=True)
 QWEN_2_5 = functools.partial(Preset, model_type="qwen2", V=152064, K=128, positions=131072, theta=1e6)
 QWEN_3 = functools.partial(Preset, model_type="qwen3", V=151936, K=128, positions=40960, theta=1e6)
 QWEN_3_5 = functools.partial(Preset, model_type="qwen3_5_text", V=248320, K=256, positions=262144, theta=1e7)
@@ -3218,8 +3186,6 @@ def modules_in(adapter_tensors, config, targets):
 
 def card_of(args, files):
     """The text of a result's README.md, by which the Hub finds the base. It names only what is public."""
-    from huggingface_hub import get_token
-
     lines = ["---", f"library_name: {'peft' if args.lora else 'transformers'}"]
     base = files.base if HUB_NAME.fullmatch(files.base) else None
     if base:
@@ -3228,9 +3194,6 @@ def card_of(args, files):
     if card and card.is_file():
         found = re.search(r"\A---\n(?:.+\n)*?(license: *[\w.-]+)\n", card.read_text("utf-8", "replace"))
         lines += [found[1]] if found else []
-    sets = [HUB_NAME.fullmatch(name) for name in args.data if not os.path.exists(name.partition(":")[0])]
-    if any(sets) and get_token() is None:
-        lines += ["datasets:", *sorted({f"- {found['id']}" for found in sets if found})]
     what = "A LoRA adapter for" if args.lora else "All weights, fine-tuned, of"
     return "\n".join([*lines, "---", "", f"{what} {base or 'a model of its own'}, trained with oomph.", ""])
 
