@@ -700,7 +700,7 @@ class Tokenizer:
             self.compile_templates(found, template_args)
 
     def compile_templates(self, named, template_args):
-        """named: {name: text}. Compiled in jinja's sandbox with the settings and functions of transformers."""
+        """named: {name: text}. Compiled in jinja's sandbox, with transformers' settings and functions."""
         version = [int(number) for number in re.findall(r"\d+", jinja2.__version__)]
         if version < [3, 1, 6]:  # CVE-2025-27516: the filter |attr reached format(), and so any object
             raise ValueError(f"templates escape from jinja2 {jinja2.__version__}: pip install -U jinja2")
@@ -1708,7 +1708,7 @@ def tokenize(examples, tokenizer, folder, columns):
 
 
 def read_examples(examples, tokenizer, columns, report):
-    """Yields lists of (line, [Text]), each with about READ_CHARS. A ValueError if the first 20 are all bad."""
+    """Yields lists of (line, [Text]), about READ_CHARS each. A ValueError if the first 20 are all bad."""
     some = []
     n_chars = 0
     for line, example in examples:
