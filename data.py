@@ -5,16 +5,15 @@ tokens are a document, and each token has a flag that says whether the model is 
 
 A row of a batch has T positions. Position p contains token p, and its target is token p + 1: a document of n
 tokens fills n - 1 positions, and no target crosses into the next document (torchtune #2613). Best-fit
-decreasing (arXiv:2404.10830) packs documents into rows. Documents longer than a row are split, truncated or
-dropped (--overflow). A part is the piece of a document that goes into one row. A pair is two documents.
+decreasing (arXiv:2404.10830) packs documents into rows. A document that is longer than a row is split,
+truncated or dropped (--overflow). A part is what goes into one row. A pair is two documents.
 
 Masks come from spans of characters, never from a search for marker tokens: a token is trained on if it
 overlaps a span. The spans are the template's {% generation %} blocks. A template without them is rendered up
 to each assistant turn and again with it, and what the turn adds is its span (trl #6361).
 
-Each machine tokenizes a file once into flat arrays that all its ranks map: 5 bytes per token on disk
-(torchtune #1097: 900 GB of RAM for a 3 GB file). The order of the rows depends on --seed and the epoch alone,
-so the loader's whole state is the number of steps taken.
+Each machine tokenizes a file once into arrays that all its ranks map, 5 bytes a token (torchtune #1097: 900
+GB of RAM for a 3 GB file). The order of the rows depends on --seed and the epoch alone.
 
 The second half finds a model (a preset, a folder, a Hub id, the result of a run) and writes models and
 adapters as transformers and PEFT read them. In that half, a row is a row of a weight matrix. A reader
@@ -23,7 +22,6 @@ adapters as transformers and PEFT read them. In that half, a row is a row of a w
 
 import ast
 import bisect
-import contextlib
 import copy
 import csv
 import errno
@@ -34,7 +32,6 @@ import hashlib
 import heapq
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -43,13 +40,16 @@ import sys
 import tempfile
 import textwrap
 import time
-import zlib
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import jinja2.ext
 import jinja2.meta
@@ -57,12 +57,13 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 import torch
+from jinja2 import nodes
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 import model as lm
 import nf4
-from model import IGNORE, Spans
+from model import IGNORE, Spans, quoted
 
 # ---------------- messages
 
@@ -78,7 +79,7 @@ def printable(text):
 def say(text="", end="\n", to_stderr=False):
     """Prints text, safe for a terminal, also where nobody reads it (a full disk, a closed pipe)."""
     stream = sys.stderr if to_stderr else sys.stdout
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         print(printable(text), end=end, file=stream, flush=True)
 
 
@@ -123,15 +124,14 @@ def read_json(path, optional=False):
     check_is_file(path)
     try:
         value = json.loads(Path(path).read_text("utf-8"))
-    # not JSON, not UTF-8, thousands of digits, endless brackets
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # endless brackets are a RecursionError
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object")
     return value
 
 
-@contextlib.contextmanager
+@contextmanager
 def writing(path, what):
     """Adds the path, and what was not written, to an OSError: that of a full disk names neither."""
     try:
@@ -144,7 +144,7 @@ def writing(path, what):
 UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL
 
 
-@contextlib.contextmanager
+@contextmanager
 def where_supported(consequence):
     """For optional safety operations (fsync, locks). If the file system has none, prints one note."""
     try:
@@ -165,7 +165,7 @@ def sync(path):
 
 
 def remove(path):
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         # rmtree would wait for the writer of a pipe, and it leaves links, which a save would follow
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -201,14 +201,14 @@ def crc_of(path):
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
+            crc = crc32(block, crc)
     return crc
 
 
 def with_checksum(content):
     """Adds a checksum to a JSON object. It reveals damage and edits by hand, not forgery."""
     text = json.dumps(content | {"checksum": 0}, sort_keys=True)
-    return content | {"checksum": zlib.crc32(text.encode())}
+    return content | {"checksum": crc32(text.encode())}
 
 
 # Names as safetensors has them. Weights are read in these types; U8 is for a run's own checkpoints.
@@ -227,20 +227,13 @@ class Stored(NamedTuple):
     stack: tuple = ()  # the shape of this tensor if it has several matrices
 
     @property
-    def row_shape(self):
-        """() for a vector, whose rows are numbers, and [D] for all others: [E, N, D] is E * N rows of D."""
-        return self.shape[-1:] if len(self.shape) > 1 else ()
-
-    @property
     def n_rows(self):
-        return math.prod(self.shape) // math.prod(self.row_shape)
+        """[E, N, D] is E * N rows of D. The rows of a vector are its numbers."""
+        return prod(self.shape[:-1] if len(self.shape) > 1 else self.shape)
 
 
 def layout_of(tensors):
-    layout = {}
-    for name, tensor in tensors.items():
-        layout[name] = Stored(None, tuple(tensor.shape), tensor.dtype, name)
-    return layout
+    return {name: Stored(None, tuple(tensor.shape), tensor.dtype, name) for name, tensor in tensors.items()}
 
 
 def write_safetensors(path, layout, tensors, checksum=None):
@@ -250,7 +243,7 @@ def write_safetensors(path, layout, tensors, checksum=None):
     places = {}  # {name: (its first byte behind the header, how many it has)}
     stop = 0
     for name, stored in layout.items():
-        n_bytes = math.prod(stored.shape) * stored.dtype.itemsize
+        n_bytes = prod(stored.shape) * stored.dtype.itemsize
         places[name] = stop, n_bytes
         entry = {"dtype": DTYPE_NAMES[stored.dtype], "shape": stored.stack or stored.shape}
         entry = header.setdefault(stored.name, entry | {"data_offsets": [stop, stop]})
@@ -313,8 +306,9 @@ class GenerationTag(jinja2.ext.Extension):
     def parse(self, parser):
         line = next(parser.stream).lineno
         body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        before, after = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
-        return jinja2.nodes.Scope([before, *body, after]).set_lineno(line)
+        before = nodes.Output([nodes.TemplateData(OPEN)])
+        after = nodes.Output([nodes.TemplateData(CLOSE)])
+        return nodes.Scope([before, *body, after]).set_lineno(line)
 
 
 def check_is_variable(name, where):
@@ -327,7 +321,7 @@ def read_template_args(words):
     variables = {}
     for word in words or ():
         name, equals, text = word.partition("=")
-        where = f"--template_args {lm.quoted(word)}"
+        where = f"--template_args {quoted(word)}"
         if not equals or not name.isidentifier():
             raise ValueError(f"{where}: expected a name, = and a value, such as enable_thinking=false")
         check_is_variable(name, where)
@@ -336,30 +330,24 @@ def read_template_args(words):
         if name in variables:
             raise ValueError(f"{where}: {name} is given twice")
         variables[name] = text
-        with contextlib.suppress(ValueError):  # it is no JSON: a text
+        with suppress(ValueError):  # it is no JSON: a text
             variables[name] = json.loads(text)
     return variables
 
 
-class TextError(ValueError):
-    """A template or a tokenizer fails on one text. Another rendering may succeed."""
-
-
-@contextlib.contextmanager
+@contextmanager
 def errors_of(source):
-    """Turns any error into a TextError that names the source."""
+    """Turns any error into a ValueError that names the source."""
     try:
         yield
     except KeyboardInterrupt:  # Ctrl-C ends the run, and not this text alone
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        line = ""
-        if isinstance(error, jinja2.TemplateSyntaxError):
-            line = f", line {error.lineno}"
-        raise TextError(f"{source}{line}: {listing([str(error) or repr(error)])}") from error
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise ValueError(f"{source}{line}: {listing([str(error) or repr(error)])}") from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def cpu_time_limit(seconds):
     """Raises a TimeoutError in the block after so much CPU time: a template may loop for ever."""
 
@@ -418,28 +406,26 @@ def is_in(part, text):
 
 
 def with_marks(messages, tools):
-    """-> (messages, tools, items): copies with a unique marker in the name of each tool and call, and in
-    arguments. A rendering then shows what the template kept; prose may have the same words.
-    items: for each marker (what it marks, the message's number for arguments, None for a name)."""
-    items = []
+    """-> (messages, tools, {marker: (what it marks, its message or None)}): copies with a marker in each name
+    and in arguments. Markers show what a template keeps: prose may have the same words."""
+    items = {}
 
     def mark(what, answer=None):
-        items.append((what, answer))
-        return f"{MARK}{len(items) - 1}{MARK}"
+        marker = f"{MARK}{len(items)}{MARK}"
+        items[marker] = what, answer
+        return marker
 
     tools = copy.deepcopy(tools)
     for tool in tools or ():
         function = tool.get("function", tool)
         name = function.get("name", "")
-        function["name"] = name + mark(f"the tool {lm.quoted(name)}")
+        function["name"] = name + mark(f"the tool {quoted(name)}")
     messages = [copy.deepcopy(message) if "tool_calls" in message else message for message in messages]
     for i, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
             function = call["function"]
-            function["name"] += mark(f"a call of the tool {lm.quoted(function['name'])}")
-            if isinstance(function["arguments"], str):  # see render_calls()
-                function["arguments"] += mark("arguments", i)
-            elif function["arguments"]:
+            function["name"] += mark(f"a call of the tool {quoted(function['name'])}")
+            if function["arguments"]:
                 function["arguments"][mark("arguments", i)] = 0
     return messages, tools, items
 
@@ -490,7 +476,7 @@ def read_tokenizer(folder):
 def text_of_token(key, token):
     text = token.get("content") if isinstance(token, dict) else token  # a dict if it has options
     if not isinstance(text, str):
-        raise ValueError(f"{key}: expected text, got {lm.quoted(token)}")
+        raise ValueError(f"{key}: expected text, got {quoted(token)}")
     return text
 
 
@@ -534,10 +520,10 @@ def read_new_tokens(words):
         if not tokens:
             raise ValueError(f"{where}: the file is empty: expected a token a line")
     elif len(words) == 1 and words[0].endswith(".txt"):  # or a misspelled name would become a token
-        raise ValueError(f"{where} {lm.quoted(words[0])}: no such file")
+        raise ValueError(f"{where} {quoted(words[0])}: no such file")
     for token in tokens:
         if not token or token != token.strip():
-            raise ValueError(f"{where}: {lm.quoted(token)}: expected text without blanks around it")
+            raise ValueError(f"{where}: {quoted(token)}: expected text without blanks around it")
     if repeated := [token for token, n in Counter(tokens).items() if n > 1]:
         raise ValueError(f"{where}: {listing(repeated)}: given more than once")
     return tokens
@@ -549,9 +535,7 @@ def add_new_tokens_(core, tokens):
     if known:
         raise ValueError(f"--add_tokens: {listing(known)}: already in the model's tokenizer: leave it out")
     core.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in tokens])
-    if not tokens:
-        return range(0)
-    first = core.token_to_id(tokens[0])
+    first = core.token_to_id(tokens[0]) if tokens else 0
     return range(first, first + len(tokens))
 
 
@@ -572,18 +556,15 @@ class Tokenizer:
     """The tokens and the chat template of a model folder. Works in the main thread only: a signal stops slow
     templates. template_file counts before adapter_folder's template, and that before the folder's own.
 
-    core               the library's tokenizer
     bos_ids, eos_ids   the ids around a plain text
     stop_ids           the ids that end an answer
-    new_ids            the range of ids of new_tokens
     markers            texts of the tokens that templates write around turns; is_marker [V]: which ids are
     reserved           regex of what messages must not contain: the markers, but not other special tokens
     templates          compiled: {"default": ..., and maybe "tool_use" for examples with tools}
     template_reads     the variables that they look up; template_words: all names in them
     variables          what they see beside the messages; example_variables: see for_example()
-    thoughts           Thoughts of the prompt for an answer
     changed            {file: its dict}: save() writes them in place of the folder's own
-    made_of            all that the tokens and masks of a text depend on"""
+    made_of            all that tokens and masks depend on: it names their folder in the cache"""
 
     def __init__(self, folder, template_file=None, train_on="targets", template_args=None,
                  new_tokens=(), adapter_folder=None):
@@ -593,8 +574,7 @@ class Tokenizer:
         core, config, self.variables, special = read_tokenizer(self.folder)
         self.example_variables = {}
         self.changed = {}
-        # What tokenizer_config.json loses: the template stands in a file of its own.
-        outdated = {"chat_template"}
+        outdated = {"chat_template"}  # what tokenizer_config.json loses: it stands in a file of its own
         self.code = code_of(self.folder)
         if not self.code:
             outdated.add("auto_map")
@@ -622,7 +602,6 @@ class Tokenizer:
         self.markers = tuple(self.core.id_to_token(number) for number in marker_ids)
         # the library makes these tokens wherever their texts stand: a message could end its own turn
         self.reserved = re.compile("|".join(map(re.escape, [OPEN, CLOSE, MARK, *self.markers])))
-        # tokenized() hashes this: what is missing here would leave old tokens in use after a change
         self.made_of = (self.core.to_str(), self.bos_ids, self.eos_ids, marker_ids, self.variables,
                         self.template_texts, train_on)
 
@@ -660,8 +639,7 @@ class Tokenizer:
         return {number: token.content for number, token in special.items()}
 
     def complete_stops(self, turn_ends):
-        """Adds the ids that end a turn to generation_config.json, where transformers and vLLM find them ->
-        all its ids. Muse Glimmer's end of a turn is not its EOS."""
+        """Adds ids that end a turn to generation_config.json -> all ids. Muse Glimmer's end is no EOS."""
         path = self.folder / "generation_config.json"
         generation = read_json(path, optional=True)
         generation = {key: value for key, value in generation.items() if value is not None}
@@ -711,7 +689,7 @@ class Tokenizer:
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
         env.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime}
-        env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja's own escapes HTML
+        env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja's own escapes HTML
         self.template_reads = set()
         self.template_words = set()
         for text in named.values():
@@ -719,8 +697,8 @@ class Tokenizer:
                 raise ValueError("expected text; --chat_template FILE replaces it")
             tree = env.parse(text)
             self.template_reads |= jinja2.meta.find_undeclared_variables(tree)
-            self.template_words |= {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
-            self.template_words |= {node.value for node in tree.find_all(jinja2.nodes.Const)
+            self.template_words |= {node.attr for node in tree.find_all(nodes.Getattr)}
+            self.template_words |= {node.value for node in tree.find_all(nodes.Const)
                                     if isinstance(node.value, str)}
         if unread := template_args.keys() - self.template_reads:  # a misspelled one would change nothing
             others = [name for name in self.template_reads
@@ -746,7 +724,7 @@ class Tokenizer:
         conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
         # Phi's template has '<|' + role + '|>': only a trial with each role shows these tokens
         for first in (*([{"role": role, "content": "a"}] for role in ROLES), []):
-            with contextlib.suppress(ValueError):  # a template may want other messages
+            with suppress(ValueError):  # a template may want other messages
                 text, _ = self.render(first + conversation)
                 written += text
                 _, is_there, behind = text.rpartition(MARK)
@@ -754,10 +732,10 @@ class Tokenizer:
                     end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
         return end, written
 
-    def thoughts_of_prompt(self):
+    def thoughts_of_prompt(self, messages=(SHORT_QUESTION,), tools=None):
         prompt = ""
-        with contextlib.suppress(ValueError):
-            prompt, _ = self.render([SHORT_QUESTION], generation_prompt=True)
+        with suppress(ValueError):  # a template may insist on a question before an answer
+            prompt, _ = self.render(list(messages), tools, generation_prompt=True)
         return Thoughts(prompt)
 
     def for_example(self, variables):
@@ -799,42 +777,40 @@ class Tokenizer:
 
     def render_calls(self, messages, tools):
         """Messages that may call tools -> (the messages as the template accepts them, text, spans)."""
-        forms = [messages]
-        if any(message.get("tool_calls") for message in messages):
-            # some templates read the content, if only to see that it is none
-            with_content = [message | {"content": message.get("content")} for message in messages]
-            # and some want arguments as JSON, not as objects
-            with_json = copy.deepcopy(with_content)
-            for message in with_json:
-                for call in message.get("tool_calls", ()):
-                    function = call["function"]
-                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-            forms += [with_content, with_json]
-        for form in forms[:-1]:
-            with contextlib.suppress(TextError):
-                return form, *self.render(form, tools)
-        return forms[-1], *self.render(forms[-1], tools)
+        if not any(message.get("tool_calls") for message in messages):
+            return messages, *self.render(messages, tools)
+        with suppress(ValueError):
+            return messages, *self.render(messages, tools)
+        # some templates read the content, if only to see that it is none
+        messages = [message | {"content": message.get("content")} for message in messages]
+        with suppress(ValueError):
+            return messages, *self.render(messages, tools)
+        messages = copy.deepcopy(messages)  # and some want arguments as JSON, not as objects
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return messages, *self.render(messages, tools)
 
     def conversation(self, messages, tools=None, report=None):
         """Messages -> [Text]: up to the last answer, then one for each answer that loses a thought there."""
         report = report or FileReport()
-        given = [messages, tools, self.example_variables]
-        if self.reserved.search(json.dumps(given, ensure_ascii=False, default=str)):
+        texts = json.dumps([messages, tools, self.example_variables], ensure_ascii=False, default=str)
+        if self.reserved.search(texts):
             return [Text(None, [])]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if is_trained(messages[i])]
         if turns and self.train_on != "all":
             # what follows the last answer trains nothing, and a question makes templates rewrite that answer
             messages = messages[: turns[-1] + 1]
-        messages, text, spans = self.render_calls(messages, tools)
+        given = messages
+        messages, text, spans = self.render_calls(given, tools)
         if self.train_on == "all":
             documents = [Text(text, None, turns=turns)]
         elif spans:
-            prompt = ""
             if turns and any(Thoughts.empty_in_answer.match(text, *span) for span in spans):
-                with contextlib.suppress(TextError):  # a template may insist on a question before an answer
-                    prompt, _ = self.render(messages[: turns[-1]], tools, generation_prompt=True)
-            spans = [Thoughts(prompt).after(text, *span) for span in spans]
+                thoughts = self.thoughts_of_prompt(messages[: turns[-1]], tools)
+                spans = [thoughts.after(text, *span) for span in spans]
             if trained != turns:  # else a template may also have two blocks in a turn, or none in some
                 if len(spans) != len(turns):
                     raise ValueError(f"{len(spans)} generation blocks, {len(turns)} turns, some of weight 0")
@@ -842,7 +818,7 @@ class Tokenizer:
             documents = [Text(text, spans, turns=trained)]
         else:  # a template without generation blocks, as most models have
             documents = self.delimit_by_prefix(messages, tools, text, trained)
-        self.check_complete(messages, tools, documents, report)
+        self.check_complete(given, tools, documents, report)
         if self.train_on == "all":
             return documents
         n_spans = sum(len(document.spans) for document in documents)
@@ -871,17 +847,17 @@ class Tokenizer:
         """Notes what the template leaves out of answers. A ValueError if that is all of it, or a question."""
         *marked, items = with_marks(messages, tools)
         lost = []
-        with contextlib.suppress(TextError):  # the template has looked at what it objects to
-            text, _ = self.render(*marked) if items else ("", [])
-            found = re.findall(f"{MARK}(\\d+){MARK}", text)
-            lost = [item for number, item in enumerate(items) if str(number) not in found]
+        with suppress(ValueError):  # the template has looked at what it objects to
+            if items:
+                _, text, _ = self.render_calls(*marked)
+                lost = [item for marker, item in items.items() if marker not in text]
         for what, answer in lost:
             if answer is None:  # a name
                 raise ValueError(f"{self.source}: leaves out {what}")
         for message in messages:
             content = message.get("content") or ""
             if message["role"] != "assistant" and not is_in(content, documents[0].text):
-                what = f"the {message['role']} message {lm.quoted(content[:200])}"
+                what = f"the {message['role']} message {quoted(content[:200])}"
                 raise ValueError(f"{self.source}: leaves out {what} where an answer follows")
         for document in documents:
             left_out = [what for what, answer in lost if answer in document.turns]
@@ -910,13 +886,10 @@ class Tokenizer:
             up to A2              Q1 A1 Q2 T2 A2     the whole begins with it: T2 A2 is a span there
             up to A1              Q1 T1 A1           the whole does not begin with it: one more document
 
-        An answer that loses only an empty thought is trained in the whole: ten short answers would cost 5.5
-        times the tokens, and equal tokens taught less (tests/LOG.md)."""
+        An answer that loses only an empty thought is trained in the whole: a fifth of the tokens."""
         documents = [Text(text, [], turns=[])]
         for i in reversed(turns):  # a document that a turn adds may begin with turns before it
-            turn = None
-            with contextlib.suppress(TextError):  # a template may insist on a question before an answer
-                turn = self.render_turn(messages, tools, i)
+            turn = self.render_turn(messages, tools, i)
             if turn is None:
                 continue
             fitting = [document for document in documents if document.text.startswith(turn.text)]
@@ -932,14 +905,15 @@ class Tokenizer:
 
     def render_turn(self, messages, tools, i):
         """The conversation up to turn i, with its span. None if the template changes the prompt later."""
-        asked, _ = self.render(messages[:i], tools, generation_prompt=True)
-        text, _ = self.render(messages[: i + 1], tools)
-        for prompt in Thoughts(asked).prompts:
-            if text.startswith(prompt):
-                stop = len(text)
-                if text.rstrip().endswith(self.markers):
-                    stop = len(text.rstrip())  # generation stops at the end of the turn, before its newline
-                return Text(text, [(len(prompt), stop)], turns=[i])
+        with suppress(ValueError):  # a template may insist on a question before an answer
+            asked, _ = self.render(messages[:i], tools, generation_prompt=True)
+            text, _ = self.render(messages[: i + 1], tools)
+            for prompt in Thoughts(asked).prompts:
+                if text.startswith(prompt):
+                    stop = len(text)
+                    if text.rstrip().endswith(self.markers):
+                        stop = len(text.rstrip())  # generation stops before the newline behind the turn
+                    return Text(text, [(len(prompt), stop)], turns=[i])
         return None
 
     def encode(self, texts):
@@ -1035,10 +1009,8 @@ FORMATS = {
     "text": ({"text"}, set()),
 }
 KEYS = set().union(*(needs | may_have for needs, may_have in FORMATS.values()))
-# a prompt in text that stands beside one of these begins a conversation
-OF_CONVERSATIONS = OF_CHATS | {"history"}
-# Orca's and Alpaca's words for the prompt of a pair
-QUESTION_KEYS = ["question", "query", "instruction", "input"]
+OF_CONVERSATIONS = OF_CHATS | {"history"}  # a prompt in text beside one of these begins a conversation
+QUESTION_KEYS = ["question", "query", "instruction", "input"]  # Orca's and Alpaca's, for a pair's prompt
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory, ms-swift and OpenAI's first calls of functions call them
 OTHER_ROLES = {
@@ -1051,8 +1023,7 @@ TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
 TOOLS_KEYS = "tools", "functions"  # OpenAI called tools functions first
 # the keys of a message that are read; a template may read more
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *TOOLS_KEYS, *THOUGHTS, *TRAINED_KEYS}
-# the types of OpenAI's content parts that are text
-TEXT_PARTS = "text", "input_text", "output_text", "refusal"
+TEXT_PARTS = "text", "input_text", "output_text", "refusal"  # the types of OpenAI's parts that are text
 
 
 def parse_example(given, tokenizer, columns=(), report=None):
@@ -1063,7 +1034,7 @@ def parse_example(given, tokenizer, columns=(), report=None):
         example = json.loads(given) if isinstance(given, str) else given
         form = "example"
         if not isinstance(example, dict):
-            raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {lm.quoted(example)}")
+            raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {quoted(example)}")
         # a table has a cell for each column in every row: null stands for a key that is not there
         example = {key: value for key, value in example.items() if value is not None}
         present = {column: key for column, key in columns if column in example}
@@ -1076,8 +1047,12 @@ def parse_example(given, tokenizer, columns=(), report=None):
             raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora")
         if form != PAIR and tokenizer.train_on == "pairs":
             raise ValueError("--dpo needs rows with 'chosen' and 'rejected'")
-        if form != "text":
-            check_is_good(example)
+        # TRL's unpaired preferences have a label; a number in it is a class
+        for key in ("label", *TRAINED_KEYS) if form != "text" else ():
+            values = ["false"] if key == "label" else ["false", "0", "0.0"]  # csv has texts
+            if str(example.get(key)).lower() in values:
+                raise ValueError(f"{key!r} is {quoted(example[key])}: nobody should learn this answer: "
+                                 f"leave such rows out of the file, or {key!r} if it means something else")
         read_as = form
         answers = [example]
         if form == PAIR:  # two examples of prompt and completion
@@ -1089,7 +1064,7 @@ def parse_example(given, tokenizer, columns=(), report=None):
         _, may_have = FORMATS[found[0].form]
         read = needs | may_have
         if example.get("label") is True:
-            read.add("label")  # see check_is_good()
+            read.add("label")
         report.unread = sorted({*report.unread, *(answers[0].keys() - read)})[:MAX_UNREAD]
         report.renamed = sorted({*report.renamed, *present})
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
@@ -1109,14 +1084,6 @@ def format_of(example, columns):
     raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got the keys "
                      f"{first_names(list(example), 20) or '(none)'}: --columns COLUMN=KEY renames them. "
                      "A message has 'role' and 'content', or 'from' and 'value'")
-
-
-def check_is_good(example):
-    for key in ("label", *TRAINED_KEYS):  # TRL's unpaired preferences have a label; a number in it is a class
-        values = ["false"] if key == "label" else ["false", "0", "0.0"]  # csv has texts
-        if str(example.get(key)).lower() in values:
-            raise ValueError(f"{key!r} is {lm.quoted(example[key])}: nobody should learn this answer: leave "
-                             f"such rows out of the file, or {key!r} if it means something else")
 
 
 def from_openai(example):
@@ -1148,19 +1115,19 @@ def read_pair(example):
     if isinstance(prompt, str):
         asked = others | {"instruction": prompt, "output": ""}
         prompt = messages_of(asked, "instruction + output")[:-1]
-        others = {key: value for key, value in others.items() if key not in ("input", "history")}
+        for key in ("input", "history"):
+            others.pop(key, None)
     answers = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in answers]
     return prompt, answers, others
 
 
 def split_conversations(answers, prompt):
-    """Two whole conversations -> (the messages that begin both, the rest of each). prompt: UltraFeedback's
-    repeats the user's first message."""
+    """Two conversations -> (the messages that begin both, the rest of each). prompt: UltraFeedback's."""
     equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
     common = [message for message, _ in equal]
     contents = [str(message.get("content")) for message in common]
     if not begins_with_question(common) or not any(prompt.strip() in content for content in contents):
-        what = f"'prompt' = {lm.quoted(prompt)}" if prompt else "the user's question"
+        what = f"'prompt' = {quoted(prompt)}" if prompt else "the user's question"
         raise ValueError(f"both answers begin with {len(common)} equal messages, and {what} is in none of "
                          "them")
     return common, [answer[len(common) :] for answer in answers]
@@ -1174,7 +1141,7 @@ def text_or_turns(value, key):
     if isinstance(value, list) or (turns and are_messages):
         return turns_of(value, key)
     if not isinstance(value, str):
-        raise ValueError(f"{key!r} must be text or a list of messages, got {lm.quoted(value)}")
+        raise ValueError(f"{key!r} must be text or a list of messages, got {quoted(value)}")
     return value
 
 
@@ -1245,7 +1212,7 @@ def read_example(example, form, tokenizer, report):
 def text_in(example, key):
     value = example.get(key, "")
     if not isinstance(value, str):
-        raise ValueError(f"{key!r} must be text, got {lm.quoted(value)}")
+        raise ValueError(f"{key!r} must be text, got {quoted(value)}")
     return value
 
 
@@ -1255,13 +1222,13 @@ def json_in(value, kind, must):
     if found is None and value is not None:  # json.dumps(None)
         return kind()
     if not isinstance(found, kind):
-        raise ValueError(f"{must}, got {lm.quoted(value)}")
+        raise ValueError(f"{must}, got {quoted(value)}")
     return found
 
 
 def from_json(value):
     """Parses a text that is JSON; any other value stays."""
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         while isinstance(value, str):
             value = json.loads(value)
     return value
@@ -1307,7 +1274,7 @@ def messages_of(example, form):
         turns = json_in(example.get("history") or [], list, "'history' must be a list of pairs of texts")
         for turn in [*turns, [question, text_in(example, "output")]]:
             if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
-                raise ValueError(f"'history' must list pairs of texts, got {lm.quoted(turn)}")
+                raise ValueError(f"'history' must list pairs of texts, got {quoted(turn)}")
             messages.append({"role": "user", "content": turn[0]})
             messages.append({"role": "assistant", "content": turn[1]})
     else:
@@ -1327,10 +1294,10 @@ def turns_of(turns, key):
     for turn in json_in(turns, list, f"{key!r} must be a list of messages"):
         if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
             raise ValueError(f"a message of {key!r} must be an object with 'role' and 'content', or 'from' "
-                             f"and 'value', got {lm.quoted(turn)}")
+                             f"and 'value', got {quoted(turn)}")
         if "role" not in turn:
-            others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-            turn = {"role": turn["from"], "content": turn.get("value")} | others
+            turn = dict(turn)
+            turn = {"role": turn.pop("from"), "content": turn.pop("value", None)} | turn
         messages.append(turn)
     return messages
 
@@ -1369,10 +1336,10 @@ def check_message(message, schemas):
     if isinstance(role, str):
         message["role"] = role = OTHER_ROLES.get(role, role)
     if role not in ROLES:
-        raise ValueError(f"unknown role {lm.quoted(role)}; expected {', '.join(ROLES)}")
+        raise ValueError(f"unknown role {quoted(role)}; expected {', '.join(ROLES)}")
     for key in TRAINED_KEYS:
         if message.get(key, 1) not in (0, 1):
-            raise ValueError(f"{key!r} must be 0 or 1, got {lm.quoted(message[key])}")
+            raise ValueError(f"{key!r} must be 0 or 1, got {quoted(message[key])}")
     if not message.get("content") and "refusal" in message:  # OpenAI's answers have the one or the other
         message["content"] = message.pop("refusal")
     content = message.get("content")
@@ -1381,17 +1348,16 @@ def check_message(message, schemas):
         texts = []
         for part in content:  # OpenAI's parts, {"type": "text", "text": ...}
             if not isinstance(part, dict):
-                raise ValueError(f"{must}, got a part {lm.quoted(part)}")
+                raise ValueError(f"{must}, got a part {quoted(part)}")
             kind = part.get("type", "text")
             text = part.get("refusal" if kind == "refusal" else "text")
             if kind not in TEXT_PARTS or not isinstance(text, str):
-                raise ValueError(f"{must}, got a part of the type {lm.quoted(kind)}: {lm.quoted(part)}; "
-                                 "expected are calls in 'tool_calls', and each result in a message of the "
-                                 "role 'tool'")
+                raise ValueError(f"{must}, got a part of the type {quoted(kind)}: {quoted(part)}; expected "
+                                 "calls in 'tool_calls', and each result in a message of the role 'tool'")
             texts.append(text)
         content = message["content"] = "".join(texts)
     if not isinstance(content, str) and (content is not None or not calls):
-        raise ValueError(f"{must}, got {lm.quoted(content)}; its keys: {listing(message)}")
+        raise ValueError(f"{must}, got {quoted(content)}; its keys: {listing(message)}")
     thoughts = [text_in(message, key) for key in THOUGHTS if key in message]
     if thoughts:  # templates read it by the first or by the second of these names
         message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
@@ -1411,22 +1377,24 @@ def read_call(call, schemas):
     function = json_in(call["function"], dict, must)
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"'name' of a call of a tool must be text, got {lm.quoted(name)}")
+        raise ValueError(f"'name' of a call of a tool must be text, got {quoted(name)}")
     arguments = json_in(from_json(function.get("arguments")) or {}, dict,
-                        f"'arguments' of a call of {lm.quoted(name)} must be an object")
+                        f"'arguments' of a call of {quoted(name)} must be an object")
     arguments = without_unnamed_nulls(arguments, schemas.get(name))
     return call | {"function": function | {"arguments": arguments}}
 
 
 def without_unnamed_nulls(value, schema):
     """Removes arguments that are null, and that the tool does not have: a table has a cell for each name."""
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if isinstance(value, list) and isinstance(schema, dict):
-        return [without_unnamed_nulls(item, schema.get("items")) for item in value]
-    if not isinstance(value, dict) or not isinstance(properties, dict):
+    if not isinstance(schema, dict):
         return value
-    return {key: without_unnamed_nulls(item, properties.get(key)) for key, item in value.items()
-            if item is not None or key in properties}
+    properties = schema.get("properties")
+    if isinstance(value, list):
+        value = [without_unnamed_nulls(item, schema.get("items")) for item in value]
+    elif isinstance(value, dict) and isinstance(properties, dict):
+        value = {key: without_unnamed_nulls(item, properties.get(key)) for key, item in value.items()
+                 if item is not None or key in properties}
+    return value
 
 
 # ---------------- data files, tokenized once
@@ -1528,19 +1496,17 @@ def csv_examples(file):
     csv.field_size_limit(MAX_TEXT_BYTES)  # a field is a whole text, and the default limit is 128 KiB
     # strict: a quote that is never closed would make one field of all that follows
     reader = csv.reader(file, strict=True)
-    header = None
-    line = 1  # the first one of an example, which may have several
+    header = next(filter(None, reader), [])  # without the blank lines before it
+    if len(header) == 1 and (other := re.search("[;\t]", header[0])):
+        raise ValueError(f"line {reader.line_num}: expected commas between columns, got {other[0]!r}")
+    if len(set(header)) < len(header):
+        raise ValueError(f"line {reader.line_num}: two columns have the same name: {listing(header)}")
+    line = reader.line_num + 1  # the first one of an example, which may have several
     for fields in reader:
-        if fields and not header:
-            header = fields
-            if len(header) == 1 and (other := re.search("[;\t]", header[0])):
-                raise ValueError(f"line {line}: expected commas between columns, got {other[0]!r}")
-            if len(set(header)) < len(header):
-                raise ValueError(f"line {line}: two columns have the same name: {listing(header)}")
-        elif fields:  # no blank line
-            if len(fields) != len(header):
-                raise ValueError(f"line {line}: number of fields {len(fields)}, in the header {len(header)}: "
-                                 "a field with a comma or a line break needs quotes")
+        if fields and len(fields) != len(header):
+            raise ValueError(f"line {line}: number of fields {len(fields)}, in the header {len(header)}: "
+                             "a field with a comma or a line break needs quotes")
+        if fields:  # no blank line
             yield line, {name: field or None for name, field in zip(header, fields)}
         line = reader.line_num + 1
 
@@ -1570,7 +1536,7 @@ def stdlib_examples(file_type, held_out):
     for name, text in stdlib_modules():
         examples = [{"text": text}] if file_type == "stdlib:code" else stdlib_questions(name, text)
         for i, example in enumerate(examples):
-            if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
+            if (crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
                 yield example
 
 
@@ -1579,7 +1545,7 @@ def stdlib_modules():
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if not SKIPPED.intersection(name.parts):
-            with contextlib.suppress(UnicodeDecodeError):  # a handful declare another encoding
+            with suppress(UnicodeDecodeError):  # a handful declare another encoding
                 yield str(name), path.read_text("utf-8")
 
 
@@ -1610,7 +1576,7 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
         raise ValueError("this user has no home folder for tokens: set XDG_CACHE_HOME to a folder")
     folder = cache / hashlib.sha256(made_of.encode()).hexdigest()[:32]
     if os.path.lexists(folder):
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             if read_report(folder).checksums == checksums_of(folder):  # it is as it was written, to the byte
                 return folder
         say(f"{spec} is tokenized again: {folder} in the cache is damaged")
@@ -1744,7 +1710,11 @@ def read_examples(examples, tokenizer, columns, report):
 
 def documents_of(line, encoded, tokenizer, report):
     """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without empty or equal answers."""
-    is_empty = [mask.any() and not says_anything(tokenizer, ids[mask]) for _, ids, mask in encoded]
+    is_empty = []  # whether there are only ends of turns and blanks to train on
+    for _, ids, mask in encoded:
+        others = ids[mask & ~tokenizer.is_marker[ids]]
+        texts = (tokenizer.core.decode([number], skip_special_tokens=False) for number in others)
+        is_empty.append(mask.any() and not any(map(str.strip, texts)))
     if encoded[0][0].form == PAIR:
         _, (ids, other_ids), (mask, other_mask) = zip(*encoded)
         if np.array_equal(ids, other_ids) and np.array_equal(mask, other_mask):
@@ -1771,12 +1741,6 @@ def documents_of(line, encoded, tokenizer, report):
     return documents
 
 
-def says_anything(tokenizer, ids):
-    """Whether there are other tokens than ends of turns and blanks."""
-    others = ids[~tokenizer.is_marker[ids]]
-    return any(tokenizer.core.decode([number], skip_special_tokens=False).strip() for number in others)
-
-
 def hash_of_text(text):
     """A number from 0 to HASHES - 1, by which --eval_data SHARE holds an example out."""
     try:
@@ -1797,26 +1761,12 @@ HUB_NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(/(?P<subset>[^/:]+))?(:(?P<s
 HUB_PAUSES_S = 1, 4  # between the tries of from_hub()
 
 
-class Refused(ValueError):
-    """The Hub has answered, and the data set cannot be had or read."""
-
-
 def arrow_files(name, revision):
     """A data set of the Hub, or a folder that is_saved_set() -> (its Arrow files, its commit or None)."""
     try:
         import datasets
     except ImportError as error:
         raise ValueError(f"{name}: no such file; for a data set: pip install datasets ({error})") from error
-
-    def fetch():
-        parts = HUB_NAME.fullmatch(name)
-        try:
-            return datasets.load_dataset(parts["id"], parts["subset"], split=parts["split"] or "train",
-                                         revision=revision, keep_in_memory=False)
-        except (LookupError, ValueError, datasets.exceptions.DatasetsError) as error:
-            # a file that cannot be read is the cause of an error
-            raise Refused(f"{error} {error.__cause__ or ''}") from error
-
     try:
         if is_saved_set(name):
             folder, _, split = name.partition(":")
@@ -1827,9 +1777,14 @@ def arrow_files(name, revision):
                     raise ValueError(f"no split {split}, but {first_names(list(data_set), 20)}")
                 data_set = data_set[split]
         else:
-            data_set = from_hub(fetch)
+            parts = HUB_NAME.fullmatch(name)
+            fetch = partial(
+                datasets.load_dataset, parts["id"], parts["subset"], split=parts["split"] or "train",
+                revision=revision, keep_in_memory=False)
+            data_set = from_hub(fetch, (LookupError, ValueError, datasets.exceptions.DatasetsError))
     except Exception as error:  # its HTTP library has others, which another version does not have
-        raise ValueError(f"{name}: {listing([' '.join(str(error).split())])}; {EXPECTED}") from error
+        words = f"{error} {error.__cause__ or ''}".split()  # the cause may name a file that cannot be read
+        raise ValueError(f"{name}: {listing([' '.join(words)])}; {EXPECTED}") from error
     paths = [Path(file["filename"]) for file in data_set.cache_files]
     # The library names a folder of its cache after the commit. Without the Hub it takes any commit.
     commit = re.fullmatch(r"[0-9a-f]{40}", paths[0].parent.name) if paths else None
@@ -1844,8 +1799,8 @@ def is_saved_set(name):
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def from_hub(function):
-    """Calls a function that asks the Hub, three times at most: errors of a network are often gone soon."""
+def from_hub(function, refusals=()):
+    """Asks the Hub, up to three times: errors of a network are often gone soon, and refusals are not."""
     from huggingface_hub import constants
 
     for pause_s in [*(() if constants.HF_HUB_OFFLINE else HUB_PAUSES_S), None]:
@@ -1858,7 +1813,7 @@ def from_hub(function):
         except Exception as error:  # its HTTP library has others, which another version does not have
             response = getattr(error, "response", None)
             is_answer = response is not None and response.status_code < 500
-            if pause_s is None or is_answer or isinstance(error, Refused):
+            if pause_s is None or is_answer or isinstance(error, refusals):
                 raise
             time.sleep(pause_s)
 
@@ -1887,7 +1842,7 @@ class DataFile(NamedTuple):
     n_long: int = 0  # documents of more than --seq_len positions
     longest: int = 0  # positions of the longest document
     n_untrained: int = 0  # documents without a supervised token
-    n_tokens: int = 0  # positions of the parts that are trained on
+    n_tokens: int = 0  # positions of the parts that are trained on, without those of other hashes
     n_trained: int = 0  # supervised tokens
 
 
@@ -1901,7 +1856,7 @@ class Documents:
         # A resume compares this. Checksums of files stand for every token and mask.
         checksums = [[file.report.checksums.get(name) for name in ("tokens", "supervised")] for file in files]
         trained = [parts[name].tobytes() for name in ("file", "start", "stop")]
-        self.checksum = zlib.crc32(json.dumps(checksums).encode() + b"".join(trained))
+        self.checksum = crc32(json.dumps(checksums).encode() + b"".join(trained))
 
     def part(self, number):
         """(tokens [n] int32, supervised [n] bool) of a part."""
@@ -1934,8 +1889,7 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
         long = overflow
         if not long:  # half a text is a text, but half a conversation ends in the middle of an answer
             long = "split" if report.formats.keys() == {"text"} else "drop"
-        # the two answers of a pair share a row, or neither is used
-        n_together = 2 if PAIR in report.formats else 1
+        n_together = 2 if PAIR in report.formats else 1  # see Loader
         n_positions = (documents["length"] - 1).reshape(-1, n_together).sum(1)
         document, parts = parts_of(documents, np.repeat(n_positions, n_together), seq_len, long)
         parts["file"] = number
@@ -1954,7 +1908,6 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
         is_chosen = (parts["hash"] >= hashes.start) & (parts["hash"] < hashes.stop)
         parts = parts[is_chosen]
-        # its other counts stay those of the whole file
         files.append(file._replace(n_tokens=int(n_positions_of(parts).sum()),
                                    n_trained=int(parts["n_targets"].sum())))
         tables.append(parts)
@@ -2054,8 +2007,8 @@ class Batch(NamedTuple):
             return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
         spans = Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest)
-        batch = Batch(*map(copied, self[:4]), spans, self.n_targets)
-        return batch._replace(tokens=self.tokens) if tokens_stay else batch
+        tokens = self.tokens if tokens_stay else copied(self.tokens)
+        return Batch(tokens, *map(copied, self[1:4]), spans, self.n_targets)
 
 
 class Loader:
@@ -2063,8 +2016,7 @@ class Loader:
     world) of rank g // B % world. Under sequence_parallel a "rank" is a group of ranks, each with a shard of
     the group's tokens.
 
-    rows: the numbers of each row's parts, see Documents. per_row: lm.Counts of arrays, a number a row.
-    longest: positions of the longest row in a batch."""
+    rows: the numbers of each row's parts, see Documents. per_row: lm.Counts of arrays, a number a row."""
 
     def __init__(self, documents, seq_len, packing, batch_size, seed, rank, world, sequence_parallel=1):
         self.documents = documents
@@ -2095,7 +2047,7 @@ class Loader:
         in_rows = np.concatenate(self.rows)  # the parts of row_of
         columns = parts["n_targets"], n_positions, n_positions**2, n_terms
         self.per_row = lm.Counts(*(np.bincount(row_of, column[in_rows]).astype(int) for column in columns))
-        self.longest = seq_len if packing else int(self.per_row.tokens.max())
+        self.longest = seq_len if packing else int(self.per_row.tokens.max())  # positions of a row
 
     def make_order(self, epoch):
         """The row numbers of an epoch. A run's largest row comes first: memory runs out at step 0."""
@@ -2189,7 +2141,7 @@ def share_of(eval_data):
     """--eval_data -> the fraction or number of examples to hold out, None if it names files."""
     numbers = []
     for word in eval_data or ():
-        with contextlib.suppress(ValueError):  # a file
+        with suppress(ValueError):  # a file
             numbers.append(float(word))
     if not numbers:
         return None
@@ -2285,23 +2237,19 @@ def show(tokenizer, documents, number):
 
 def print_data(args, loader, eval_loader, tokenizer):
     files = loader.documents.files
-    for file in files:
-        print_file(file)
-    print_rows(loader)
-    if eval_loader:
-        if share_of(args.eval_data):  # it is a share of the files above
-            n_held_out = eval_loader.documents.n_examples()
-            n_all = n_held_out + loader.documents.n_examples()
-            say(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples are held out, "
-                "chosen by a hash of each")
-        else:
-            for file in eval_loader.documents.files:
-                print_file(file)
-            files = files + eval_loader.documents.files
-            both = np.intersect1d(loader.documents.parts["hash"], eval_loader.documents.parts["hash"])
-            if len(both):
-                say(f"note: {len(both):,} examples of --eval_data are trained on, too, word for word")
-        print_rows(eval_loader)
+    print_loader(loader, files)
+    if eval_loader and share_of(args.eval_data):  # it is a share of the files above
+        n_held_out = eval_loader.documents.n_examples()
+        n_all = n_held_out + loader.documents.n_examples()
+        say(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples are held out, chosen by "
+            "a hash of each")
+        print_loader(eval_loader, [])
+    elif eval_loader:
+        print_loader(eval_loader, eval_loader.documents.files)
+        files = files + eval_loader.documents.files
+        both = np.intersect1d(loader.documents.parts["hash"], eval_loader.documents.parts["hash"])
+        if len(both):
+            say(f"note: {len(both):,} examples of --eval_data are trained on, too, word for word")
     if any(file.report.n_chats for file in files):
         source = re.sub(r"\(.+(.{28}\))", r"(...\1", tokenizer.source)  # the end of a long path says more
         say(textwrap.fill(f"chat template: {source}", 80, subsequent_indent="  "))
@@ -2313,7 +2261,9 @@ def print_data(args, loader, eval_loader, tokenizer):
         say(f"{show(tokenizer, documents, i)}\n---")
 
 
-def print_rows(loader):
+def print_loader(loader, files):
+    for file in files:
+        print_file(file)
     full = loader.per_row.tokens.sum() / (len(loader.rows) * loader.seq_len)
     say(f"  {count_of(len(loader.rows), 'rows')} of at most {loader.seq_len} tokens, {full:.1%} full")
 
@@ -2376,15 +2326,15 @@ LLAMA_3_1_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LLAMA_2 = functools.partial(Preset, model_type="llama", V=32000, K=128, positions=4096, theta=1e4)
-LLAMA_3 = functools.partial(Preset, model_type="llama", V=128256, K=128, positions=8192, theta=5e5)
-LLAMA_3_1 = functools.partial(LLAMA_3, positions=131072, further={"rope_scaling": LLAMA_3_1_ROPE})
-LLAMA_3_2 = functools.partial(
+LLAMA_2 = partial(Preset, model_type="llama", V=32000, K=128, positions=4096, theta=1e4)
+LLAMA_3 = partial(Preset, model_type="llama", V=128256, K=128, positions=8192, theta=5e5)
+LLAMA_3_1 = partial(LLAMA_3, positions=131072, further={"rope_scaling": LLAMA_3_1_ROPE})
+LLAMA_3_2 = partial(
     LLAMA_3_1, further={"rope_scaling": LLAMA_3_1_ROPE | {"factor": 32.0}}, tied=True)
-QWEN_2_5 = functools.partial(Preset, model_type="qwen2", V=152064, K=128, positions=131072, theta=1e6)
-QWEN_3 = functools.partial(Preset, model_type="qwen3", V=151936, K=128, positions=40960, theta=1e6)
-QWEN_3_5 = functools.partial(Preset, model_type="qwen3_5_text", V=248320, K=256, positions=262144, theta=1e7)
-QWEN_3_5_SMALL = functools.partial(
+QWEN_2_5 = partial(Preset, model_type="qwen2", V=152064, K=128, positions=131072, theta=1e6)
+QWEN_3 = partial(Preset, model_type="qwen3", V=151936, K=128, positions=40960, theta=1e6)
+QWEN_3_5 = partial(Preset, model_type="qwen3_5_text", V=248320, K=256, positions=262144, theta=1e7)
+QWEN_3_5_SMALL = partial(
     QWEN_3_5, layers=24, H=8, G=2, tied=True, further={"linear_num_value_heads": 16})
 # Shapes for --dry_run and --random_init, which need no download. To add a preset, copy a row.
 SHAPES = {
@@ -2431,8 +2381,7 @@ PRESETS = {name: preset.config() for name, preset in SHAPES.items()}  # {name: d
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-# Weights outside of the model, which are copied to a whole result: vision towers, their projectors, and
-# Qwen3.5's block that predicts two tokens at once.
+# Weights that are copied to a whole result: vision towers, projectors, Qwen3.5's prediction of two tokens.
 COPIED_PREFIXES = ("model.visual.", "mtp.", "model.vision_", "model.multi_modal_projector.")
 # {prefix in files of Mistral 3, or of transformers' AutoModel: that of the modules}
 OLD_PREFIXES = {
@@ -2460,8 +2409,7 @@ BASE = "base_model_name_or_path"  # its key for the base
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # {flag: (the file by which a folder is known, the weights that are downloaded)}
 FOLDERS = {
-    # consolidated.safetensors has the same weights once more
-    "model": (CONFIG, "model*.safetensors"),
+    "model": (CONFIG, "model*.safetensors"),  # consolidated.safetensors has the same weights once more
     "adapter": (ADAPTER_CONFIG, "adapter_model*.safetensors"),
 }
 
@@ -2509,11 +2457,8 @@ class ModelFiles(NamedTuple):
     commit: str | None = None  # of the base on the Hub
 
 
-# methods that WeightFiles reads, if the tensors are NF4 or FP8
-QUANT_METHODS = "bitsandbytes", "fp8", "compressed-tensors"
 
-
-@contextlib.contextmanager
+@contextmanager
 def errors_of_base(model, adapter_folder):
     """Adds to an error about a base model which adapter names it, and how to give another base."""
     try:
@@ -2522,7 +2467,7 @@ def errors_of_base(model, adapter_folder):
         named = read_json(adapter_folder / ADAPTER_CONFIG).get(BASE) if adapter_folder else ...
         if named != model:
             raise
-        raise ValueError(f"{error}; {BASE} in {adapter_folder}/{ADAPTER_CONFIG} is {lm.quoted(named)}; with "
+        raise ValueError(f"{error}; {BASE} in {adapter_folder}/{ADAPTER_CONFIG} is {quoted(named)}; with "
                          f"another base: --adapter {adapter_folder} --model BASE") from error
 
 
@@ -2540,8 +2485,9 @@ def find_model(name, random_init, revisions=None):
         is_tied = said[1] if random_init else HEAD not in WeightFiles(folder).tensors
         raw = with_value(raw, "tie_word_embeddings", is_tied)
     quantization = raw.get("quantization_config")
-    if isinstance(quantization, dict) and quantization.get("quant_method") in QUANT_METHODS:
-        # WeightFiles dequantizes. A result names the model that these weights were made of.
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method in ("bitsandbytes", "fp8", "compressed-tensors"):
+        # WeightFiles dequantizes NF4 and FP8. A result names the model that these weights were made of.
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         if HUB_NAME.fullmatch(str(raw.get("_name_or_path"))):
             base = raw["_name_or_path"]
@@ -2566,7 +2512,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
         if with_weights:
             wanted.append(weight_files)
         revisions = {} if revisions is None else revisions
-        fetch = functools.partial(snapshot_download, name, revision=revisions.get(name),
+        fetch = partial(snapshot_download, name, revision=revisions.get(name),
                                   allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"])
         try:
             folder = Path(from_hub(fetch))
@@ -2620,37 +2566,14 @@ STACKS = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 def matrices_in(name, stored):
     """Yields (name, Stored) for each matrix that a tensor of a file has."""
     before, _, stack = name.partition(".experts.")
-    # check_weights() names other shapes
-    if stack not in STACKS or len(stored.shape) != 3 or 0 in stored.shape:
+    if stack not in STACKS or len(stored.shape) != 3 or 0 in stored.shape:  # see check_weights()
         yield name, stored
         return
     n_experts, n_rows, width = stored.shape
     n = n_rows // len(STACKS[stack])  # rows of a matrix
-    first_row = 0
-    for i in range(n_experts):
-        for layer in STACKS[stack]:
-            matrix = stored._replace(shape=(n, width), first_row=first_row, stack=stored.shape)
-            yield f"{before}.experts.{i}.{layer}.weight", matrix
-            first_row += n
-
-
-def weight_files_in(folder, single):
-    """The names of the files with a folder's weights: those of its index, or else `single`."""
-    index = folder / f"{single}.index.json"
-    if not index.exists():
-        return [single]
-    weight_map = read_json(index).get("weight_map")
-    names = []
-    if isinstance(weight_map, dict):
-        names = sorted({str(name) for name in weight_map.values()})
-    # a name with a slash could read any file of this machine
-    is_plain = re.compile(r"[\w.-]{1,200}[.]safetensors", re.ASCII).fullmatch
-    if not names or not all(map(is_plain, names)):
-        raise ValueError(f"{index}: weight_map: expected {{tensor: file}} with plain names of files")
-    # transformers would read the one, and vLLM the other
-    if single not in names and (folder / single).exists():
-        raise ValueError(f"{index}: does not name {single}, which is there as well: remove one of the two")
-    return names
+    for number, (i, layer) in enumerate(itertools.product(range(n_experts), STACKS[stack])):
+        matrix = stored._replace(shape=(n, width), first_row=number * n, stack=stored.shape)
+        yield f"{before}.experts.{i}.{layer}.weight", matrix
 
 
 def module_name(name):
@@ -2660,37 +2583,29 @@ def module_name(name):
     return name
 
 
-def check_parts(parts, state, shape):
-    """Raises a ValueError if {one of PARTS: its Stored} have other types or sizes than FP8 or NF4."""
-    n = math.prod(shape)
-    n_blocks = n // nf4.BLOCK
-    expected = {"": (QUANTIZED["F8_E4M3"], n)}
-    if state:
-        expected = {"": (torch.uint8, n // 2), ".absmax": (torch.float32, n_blocks)}
-        if parts[".absmax"].dtype == torch.uint8:  # they are quantized, too
-            n_nested = nf4.ceil_div(n_blocks, state["nested_blocksize"])
-            expected |= {".absmax": (torch.uint8, n_blocks), ".nested_absmax": (torch.float32, n_nested),
-                         ".nested_quant_map": (torch.float32, 256)}
-    elif any(stored.dtype not in DTYPES.values() for part, stored in parts.items() if part):
-        raise ValueError("a scale that is no float")
-    for part, (dtype, size) in expected.items():
-        stored = parts.get(part)
-        if not stored or stored.dtype != dtype or math.prod(stored.shape) != size:
-            found = f"{list(stored.shape)} in {stored.dtype}" if stored else "none"
-            raise ValueError(f"{part or 'codes'}: expected {size:,} numbers in {dtype}, got {found}")
-
-
 class WeightFiles:
     """The weights of a folder, read by rows. tensors: {name: Stored}. A ValueError if a file is damaged."""
 
     def __init__(self, folder, single="model.safetensors"):
         self.folder = Path(folder)
-        self.files = [self.folder / name for name in weight_files_in(self.folder, single)]
+        names = [single]
+        index = self.folder / f"{single}.index.json"
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+            # a name with a slash could read any file of this machine
+            is_plain = re.compile(r"[\w.-]{1,200}[.]safetensors", re.ASCII).fullmatch
+            if not names or not all(map(is_plain, names)):
+                raise ValueError(f"{index}: weight_map: expected {{tensor: file}} with plain names of files")
+            # transformers would read the one, and vLLM the other
+            if single not in names and (self.folder / single).exists():
+                raise ValueError(f"{index}: does not name {single}, which is there as well: remove one of "
+                                 "the two")
         self.tensors = {}
         self.quantized = {}  # {name of a matrix: ({one of PARTS: its Stored}, bitsandbytes' state or None)}
         self.format = "FP8"  # that of these
         self.open_files = {}  # {path: what the library has opened}
-        for path in self.files:
+        for path in [self.folder / name for name in names]:
             check_is_file(path)
             if not path.exists():
                 incomplete = f"the download is incomplete (several files need their {single}.index.json)"
@@ -2739,9 +2654,14 @@ class WeightFiles:
                     state = json.loads(bytes(self.open_files[parts[part].path].get_tensor(name).tolist()))
                     N, D = state["shape"]
                     if state["blocksize"] != nf4.BLOCK or D % nf4.BLOCK:
-                        raise ValueError(f"expected rows in blocks of {nf4.BLOCK}, got {lm.quoted(state)}")
+                        raise ValueError(f"expected rows in blocks of {nf4.BLOCK}, got {quoted(state)}")
                     form = form._replace(shape=(N, D), dtype=getattr(torch, state["dtype"]))
-                check_parts(parts, state, form.shape)
+                codes = parts[""]
+                dtype = torch.uint8 if state else QUANTIZED["F8_E4M3"]
+                size = prod(form.shape) // (2 if state else 1)
+                if codes.dtype != dtype or prod(codes.shape) != size:
+                    found = f"{list(codes.shape)} in {codes.dtype}"
+                    raise ValueError(f"codes: expected {size:,} numbers in {dtype}, got {found}")
                 self.tensors[matrix] = form
                 self.quantized[matrix] = parts, state
                 self.scales(matrix)  # so that an error comes now
@@ -2754,11 +2674,14 @@ class WeightFiles:
         """The scales of a quantized matrix, [N, M] float32: one for each of M blocks in a row."""
         N, D = self.tensors[name].shape
         parts, state = self.quantized[name]
+        others = "", NF4_STATE, ".absmax"  # the last one may be quantized, too
+        if any(stored.dtype not in DTYPES.values() for part, stored in parts.items() if part not in others):
+            raise ValueError("a scale that is no float")
         found = {part: self.open_files[stored.path].get_tensor(stored.name).float()
                  for part, stored in parts.items() if part}
         if state:
             absmax = found[".absmax"]
-            if ".nested_absmax" in found:  # it is quantized, too
+            if parts[".absmax"].dtype == torch.uint8:
                 nested = found[".nested_absmax"][torch.arange(len(absmax)) // state["nested_blocksize"]]
                 absmax = found[".nested_quant_map"][absmax.int()] * nested + state["nested_offset"]
             return absmax.view(N, D // nf4.BLOCK)
@@ -2791,8 +2714,8 @@ class WeightFiles:
     def read(self, stored, start, stop):
         """Rows [start, stop) as they are stored."""
         shape = stored.stack or stored.shape
-        if start == stop:  # the library refuses an empty range at the end of a tensor
-            return torch.empty(0, *stored.row_shape, dtype=stored.dtype)
+        if start == stop:
+            start = stop = 0  # the library refuses an empty range at the end of a tensor
         try:
             entries = self.open_files[stored.path].get_slice(stored.name)
             start += stored.first_row
@@ -2800,7 +2723,7 @@ class WeightFiles:
             if len(shape) < 3:
                 return entries[start:stop]
             # a stack, or a convolution: all rows of the entries that have some of these rows
-            n_rows = math.prod(shape[1:-1])
+            n_rows = prod(shape[1:-1])
             first = start // n_rows
             rows = entries[first : nf4.ceil_div(stop, n_rows)].flatten(0, -2)
             return rows[start - first * n_rows : stop - first * n_rows]
@@ -2810,10 +2733,10 @@ class WeightFiles:
     def crc(self):
         """Checksum of 1 MB from the middle of each file, to tell a base model from its Instruct version."""
         crc = 0
-        for path in self.files:
+        for path in self.open_files:
             with open(path, "rb") as file:
                 file.seek(path.stat().st_size // 2)
-                crc = zlib.crc32(file.read(1 << 20), crc)
+                crc = crc32(file.read(1 << 20), crc)
         return crc
 
 
@@ -2841,7 +2764,7 @@ class RandomWeights:
         return rows.mul_(self.config.initializer_range)
 
     def crc(self):
-        return zlib.crc32(repr((self.seed, self.config)).encode())
+        return crc32(repr((self.seed, self.config)).encode())
 
 
 def with_value(raw, key, value):
@@ -2873,7 +2796,7 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
     """Random rows, normal or uniform in [-1, 1). Each 256 rows have their own seed."""
     out = torch.empty(stop - start, width, device=device)
     for i in range(start // 256, nf4.ceil_div(stop, 256)):
-        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{i}".encode()))
+        generator = torch.Generator(device).manual_seed(crc32(f"{seed}/{name}/{i}".encode()))
         rows = torch.empty(256, width, device=device)
         if uniform:
             rows.uniform_(-1, 1, generator=generator)
@@ -2982,7 +2905,7 @@ def open_adapter(folder):
     config = read_json(where)
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
-            raise ValueError(f"{where}: {listing([key])} = {lm.quoted(value)} is not implemented: {MERGE}")
+            raise ValueError(f"{where}: {listing([key])} = {quoted(value)} is not implemented: {MERGE}")
     reader = WeightFiles(folder, ADAPTER_WEIGHTS)
     # PEFT writes modules of a resized vocabulary three times: the plain name has the trained weights
     for name in list(reader.tensors):
@@ -2997,7 +2920,7 @@ def open_adapter(folder):
     in_full = {name.split(".")[-2] for name in reader.tensors if ".lora_" not in name}
     modules = config.get("modules_to_save")
     if in_full not in (set(), {"embed_tokens", "lm_head"}) or (modules and not in_full):
-        raise ValueError(f"{where}: modules_to_save = {lm.quoted(modules)}, and beside adapters there is "
+        raise ValueError(f"{where}: modules_to_save = {quoted(modules)}, and beside adapters there is "
                          f"{listing(in_full) or 'nothing'}: expected embed_tokens and lm_head, or neither: "
                          f"{MERGE}")
     # {key: (the flag with the same meaning, what the value may be)}
@@ -3058,8 +2981,7 @@ def load_weights_(model, reader, adapter_reader, seed, device, progress=False, f
 
 @torch.no_grad()
 def fill_new_rows_(model, reader, new_ids, seed):
-    """Initializes rows of embedding and head that files do not have: the mean of the old rows plus noise of a
-    tenth of their deviation, so that new tokens are neutral and distinct. Each rank reads all old rows."""
+    """Fills rows of embedding and head that files lack: the old rows' mean + 0.1 * deviation * noise."""
     params = dict(model.named_parameters())
     embedding = embedding_in_files(model.config)
     n_stored = reader.tensors[embedding].n_rows
@@ -3125,13 +3047,11 @@ def begin_result(out, tokenizer, base=None):
 
 def layout_of_result(reader, config):
     """{name: Stored} of a result: as in the files, with a vocabulary that may have grown."""
-    layout = {}
-    for name, stored in reader.tensors.items():
-        if name in (embedding_in_files(config), HEAD):
-            stored = stored._replace(shape=(config.vocab_size, config.hidden_size))
-        # a tied head is left out: readers take the embedding
-        if name != HEAD or not config.tie_word_embeddings:
-            layout[name] = stored
+    layout = dict(reader.tensors)
+    for name in layout.keys() & {embedding_in_files(config), HEAD}:
+        layout[name] = layout[name]._replace(shape=(config.vocab_size, config.hidden_size))
+    if config.tie_word_embeddings:
+        layout.pop(HEAD, None)  # readers take the embedding
     return layout
 
 
@@ -3145,7 +3065,6 @@ def with_both_ropes(raw):
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     # numbers as the file has them: not every reader takes 8.0 for an 8
     scaling = {key: given.get(key, value) for key, value in config.rope_scaling.items()}
-    # what images need of it, and text does not
     scaling |= {key: given[key] for key in lm.ROPE_OF_IMAGES if key in given}
     theta = raw.get("rope_theta") or given.get("rope_theta") or config.rope_theta
     old = None if scaling == {"rope_type": "default"} else scaling
@@ -3214,7 +3133,6 @@ def export(args, model, reader, files, tokenizer, out, ranks):
         if not args.lora:
             layout = layout_of_result(reader, model.config)
             trained = ((name, tensor.to(layout[name].dtype)) for name, tensor in tensors)
-            # the rank that writes copies what the model does not have
             others = sorted(layout.keys() - shapes_in_files(model)) if is_first else []
             copies = ((name, whole(reader, name)) for name in others)
             tensors = itertools.chain(trained, copies)

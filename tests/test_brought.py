@@ -610,7 +610,7 @@ NAMED = {  # rows: words of the refusal
         "must be text, got a part of the type \"tool_use\": {\"id\": \"1\""),
     "Anthropic's result": (
         chat(message("user", [{"type": "tool_result", "tool_use_id": "1", "content": "4"}]), ANSWER),
-        "expected are calls in 'tool_calls', and each result in a message of the role 'tool'"),
+        "expected calls in 'tool_calls', and each result in a message of the role 'tool'"),
     "a part of another type": (
         chat(QUESTION, message("assistant", [{"type": "thinking", "text": "hm"}])), "a part of the type \"thinking\""),
     "an answer that is no text": (
