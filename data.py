@@ -13,7 +13,7 @@ overlaps a span. The spans are the template's {% generation %} blocks. A templat
 to each assistant turn and again with it, and what the turn adds is its span (trl #6361).
 
 Each machine tokenizes a file once into arrays that all its ranks map, 5 bytes a token (torchtune #1097: 900
-GB of RAM for a 3 GB file). The order of the rows depends on --seed and the epoch alone.
+GB of RAM for a 3 GB file). The order of the rows depends only on --seed and the epoch.
 
 The second half finds a model (a preset, a folder, a Hub id, the result of a run) and writes models and
 adapters as transformers and PEFT read them. In that half, a row is a row of a weight matrix. A reader
@@ -240,7 +240,7 @@ def write_safetensors(path, layout, tensors, checksum=None):
     """Writes pairs (name, tensor on the CPU), in any order, to the places of layout, {name: Stored}. One is
     in memory at a time: the library wants all at once. -> [size of the file, checksum(bytes, so far)]"""
     header = {"__metadata__": {"format": "pt"}}  # older transformers need the format
-    places = {}  # {name: (its first byte behind the header, how many it has)}
+    places = {}  # {name: (its first byte after the header, how many it has)}
     stop = 0
     for name, stored in layout.items():
         n_bytes = prod(stored.shape) * stored.dtype.itemsize
@@ -340,7 +340,7 @@ def errors_of(source):
     """Turns any error into a ValueError that names the source."""
     try:
         yield
-    except KeyboardInterrupt:  # Ctrl-C ends the run, and not this text alone
+    except KeyboardInterrupt:  # Ctrl-C ends the run, and not only this text
         raise
     except BaseException as error:  # a panic in Rust is no Exception
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
@@ -614,7 +614,7 @@ class Tokenizer:
         self.added = tuple(token.content for token in added.values())
         special = {number: token for number, token in added.items()
                    if token.special or token.content in names}
-        # Llama 2 normalizes its special tokens and so finds them only behind a blank (transformers #23833)
+        # Llama 2 normalizes its special tokens and so finds them only after a blank (transformers #23833)
         as_written = [tokenizers.AddedToken(**(token.__getstate__() | {"normalized": False}))
                       for token in special.values()]
         core.add_special_tokens(as_written)
@@ -718,7 +718,7 @@ class Tokenizer:
             self.template_texts["chat_template.jinja" if name == "default" else TOOL_TEMPLATE] = text
 
     def try_template(self):
-        """-> (the token behind an answer, as text; the templates' texts and all that they write in trials)"""
+        """-> (the token after an answer, as text; the templates' texts and all that they write in trials)"""
         end = self.default_end
         written = "".join(self.template_texts.values())
         conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
@@ -912,7 +912,7 @@ class Tokenizer:
                 if text.startswith(prompt):
                     stop = len(text)
                     if text.rstrip().endswith(self.markers):
-                        stop = len(text.rstrip())  # generation stops before the newline behind the turn
+                        stop = len(text.rstrip())  # generation stops before the newline after the turn
                     return Text(text, [(len(prompt), stop)], turns=[i])
         return None
 
@@ -944,7 +944,7 @@ class Tokenizer:
                     write_json(out / name, self.changed[name])
                 elif (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out / name)
-            # here alone: gguf-py and Ollama would read another one in tokenizer_config.json, transformers not
+            # only here: gguf-py and Ollama would read another one in tokenizer_config.json, transformers not
             for name, text in self.template_texts.items():
                 (out / name).parent.mkdir(exist_ok=True)
                 (out / name).write_text(text, "utf-8")
@@ -1369,10 +1369,10 @@ def is_trained(message):
 
 
 def read_call(call, schemas):
-    """A call of a tool, or its function alone, also as JSON -> a call with arguments as an object."""
+    """A call of a tool, or only its function, also as JSON -> a call with arguments as an object."""
     must = "a call of a tool must be an object"
     call = json_in(call, dict, must)
-    if "function" not in call:  # a function alone, as older formats have it
+    if "function" not in call:  # only a function, as older formats have it
         call = {"type": "function", "function": call}
     function = json_in(call["function"], dict, must)
     name = function.get("name")
@@ -1733,7 +1733,7 @@ def documents_of(line, encoded, tokenizer, report):
             report.n_further += 1
             report.n_further_tokens += len(ids)
         if text.is_chat:
-            # the last trained token of a turn should be a marker, or a newline behind one
+            # the last trained token of a turn should be a marker, or a newline after one
             ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # trained, and the next token is not
             is_marker = tokenizer.is_marker[ids]
             report.note("assistant turns end without a special token: the model cannot learn to stop",
@@ -1994,7 +1994,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # [B, T] int64
     targets: torch.Tensor  # [B, T] int64, IGNORE where a token is not trained on
     positions: torch.Tensor  # [B, T] int64
-    supervised_S: torch.Tensor  # indices of the other targets in the flattened batch
+    supervised_S: torch.Tensor  # indices of the targets that are not IGNORE, in the flattened batch
     spans: Spans
     n_targets: list  # of each document; if ranks share a row, only the first of them has these numbers
 
@@ -2155,7 +2155,8 @@ def share_of(eval_data):
 
 
 def held_out_hashes(share, folders):
-    """The range of hashes to hold out. A hash is of a text: copies are on one side, new rows move none."""
+    """The range of hashes to hold out. A hash is of a text: copies are on one side. With a share, new rows move
+    no old one."""
     if share is None:
         return range(0)
     if share < 1:
@@ -2741,7 +2742,7 @@ class WeightFiles:
 
 
 class RandomWeights:
-    """Replaces WeightFiles. Weights depend on seed, name and row alone: any sharding gets the same model."""
+    """Replaces WeightFiles. Weights depend only on seed, name and row: any sharding gets the same model."""
 
     def __init__(self, model, seed, device):
         self.seed = seed
@@ -2958,7 +2959,7 @@ def load_weights_(model, reader, adapter_reader, seed, device, progress=False, f
             stop = min(stop, source.tensors[names[0]].n_rows)
         if start >= stop:
             continue  # some ranks have no row of a small parameter
-        if not source:  # a fresh adapter: B is zero, and A is U(-1/sqrt(in), 1/sqrt(in)), as PEFT begins
+        if source is None:  # a fresh adapter: B is zero, and A is U(-1/sqrt(in), 1/sqrt(in)), as PEFT begins
             out.zero_()
             if name.endswith("lora_A.weight"):
                 width = out.shape[1]
