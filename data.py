@@ -2155,8 +2155,8 @@ def share_of(eval_data):
 
 
 def held_out_hashes(share, folders):
-    """The range of hashes to hold out. A hash is of a text: copies are on one side. With a share, new rows move
-    no old one."""
+    """The range of hashes to hold out. A hash is of a text: copies are on one side. Where a share is held out,
+    new rows move no old one."""
     if share is None:
         return range(0)
     if share < 1:
