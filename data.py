@@ -2155,8 +2155,8 @@ def share_of(eval_data):
 
 
 def held_out_hashes(share, folders):
-    """The range of hashes to hold out. A hash is of a text: copies are on one side. Where a share is held out,
-    new rows move no old one."""
+    """The range of hashes to hold out. A hash is of a text: copies are on one side. Where a share is held
+    out, new rows move no old one."""
     if share is None:
         return range(0)
     if share < 1:
@@ -2584,6 +2584,26 @@ def module_name(name):
     return name
 
 
+def check_parts(parts, state, shape):
+    """Raises a ValueError if {one of PARTS: its Stored} have other types or sizes than FP8 or NF4."""
+    n = prod(shape)
+    n_blocks = n // nf4.BLOCK
+    expected = {"": (QUANTIZED["F8_E4M3"], n)}
+    if state:
+        expected = {"": (torch.uint8, n // 2), ".absmax": (torch.float32, n_blocks)}
+        if parts[".absmax"].dtype == torch.uint8:  # they are quantized, too
+            n_nested = nf4.ceil_div(n_blocks, state["nested_blocksize"])
+            expected |= {".absmax": (torch.uint8, n_blocks), ".nested_absmax": (torch.float32, n_nested),
+                         ".nested_quant_map": (torch.float32, 256)}
+    elif any(stored.dtype not in DTYPES.values() for part, stored in parts.items() if part):
+        raise ValueError("a scale that is no float")
+    for part, (dtype, size) in expected.items():
+        stored = parts.get(part)
+        if not stored or stored.dtype != dtype or prod(stored.shape) != size:
+            found = f"{list(stored.shape)} in {stored.dtype}" if stored else "none"
+            raise ValueError(f"{part or 'codes'}: expected {size:,} numbers in {dtype}, got {found}")
+
+
 class WeightFiles:
     """The weights of a folder, read by rows. tensors: {name: Stored}. A ValueError if a file is damaged."""
 
@@ -2657,12 +2677,7 @@ class WeightFiles:
                     if state["blocksize"] != nf4.BLOCK or D % nf4.BLOCK:
                         raise ValueError(f"expected rows in blocks of {nf4.BLOCK}, got {quoted(state)}")
                     form = form._replace(shape=(N, D), dtype=getattr(torch, state["dtype"]))
-                codes = parts[""]
-                dtype = torch.uint8 if state else QUANTIZED["F8_E4M3"]
-                size = prod(form.shape) // (2 if state else 1)
-                if codes.dtype != dtype or prod(codes.shape) != size:
-                    found = f"{list(codes.shape)} in {codes.dtype}"
-                    raise ValueError(f"codes: expected {size:,} numbers in {dtype}, got {found}")
+                check_parts(parts, state, form.shape)
                 self.tensors[matrix] = form
                 self.quantized[matrix] = parts, state
                 self.scales(matrix)  # so that an error comes now
@@ -2675,9 +2690,6 @@ class WeightFiles:
         """The scales of a quantized matrix, [N, M] float32: one for each of M blocks in a row."""
         N, D = self.tensors[name].shape
         parts, state = self.quantized[name]
-        others = "", NF4_STATE, ".absmax"  # the last one may be quantized, too
-        if any(stored.dtype not in DTYPES.values() for part, stored in parts.items() if part not in others):
-            raise ValueError("a scale that is no float")
         found = {part: self.open_files[stored.path].get_tensor(stored.name).float()
                  for part, stored in parts.items() if part}
         if state:
