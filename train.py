@@ -2808,14 +2808,13 @@ def add_memory_flags(parser):
     add(memory, "--sequence_parallel", WHOLE, 1, "split a row over N ranks; --batch_size is rows per group")
     add(memory, "--offload", str, None, "what to offload to host memory. activations: inputs of recomputed "
         "blocks. params: weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a "
-        "value: both, or activations alone without --fsdp2)", nargs="*", choices=("activations", "params"),
+        "value: both, without --fsdp2 only activations)", nargs="*", choices=("activations", "params"),
         everyday=True, also="cpu_offload enable_activation_offloading")
     add(memory, "--resident_blocks", BLOCKS, "auto", "with --offload params and adapters: blocks (or "
         "all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU without --gpu_gib")
     add(memory, "--activation_checkpointing", BLOCKS, "auto", "store only the inputs of the first N "
-        "blocks (or all), and recompute these in the backward. auto: the fastest that fits, from keeping "
-        "even dequantized NF4 weights to recomputing even attention; all on a CPU without --gpu_gib, or with "
-        "--offload activations", nargs="?", const="all", everyday=True, also="gradient_checkpointing")
+        "blocks (or all), and recompute these in the backward. auto: recompute as little as 90 %% of the "
+        "GPU's memory allows; all on a CPU without --gpu_gib, or with --offload activations", nargs="?", const="all", everyday=True, also="gradient_checkpointing")
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)

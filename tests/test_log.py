@@ -533,7 +533,7 @@ def with_a_metric_of_tokens(argv):
 
 @pytest.mark.parametrize("world, flags", [
     (1, "--no-chunked_ce --grad_accum 2"),
-    (1, "--compile --ce_chunk 100"),
+    (1, "--ce_chunk 100"),
     (2, "--fsdp2"),
     # ten chats are about 700 tokens of the row, and all of them are on the first rank
     (2, "--fsdp2 --sequence_parallel 2 --seq_len 2048"),

@@ -709,7 +709,12 @@ def named(jobs, **marks):
     return [pytest.param(job, id="-".join(map(str, job)), **marks) for job in jobs]
 
 
-@pytest.mark.parametrize("job", [*named(JOBS), *named([OFF], marks=pytest.mark.ci)])
+# each takes up to half a minute: those that most users may meet, and in .ci/run the others
+OFTEN = [JOBS[0], JOBS[2], JOBS[3], JOBS[6]]
+SELDOM = [JOBS[1], JOBS[4], JOBS[5], OFF]
+
+
+@pytest.mark.parametrize("job", [*named(OFTEN), *named(SELDOM, marks=pytest.mark.ci)])
 def test_what_the_search_adds_fits_and_is_needed_and_turns_no_flag_the_wrong_way(job):
     room = job.gib * train.GIB + train.OVERHEAD
     options = options_for(job, job.gib)
@@ -721,7 +726,7 @@ def test_what_the_search_adds_fits_and_is_needed_and_turns_no_flag_the_wrong_way
     check_no_flag_is_turned_the_wrong_way(run, options)
 
 
-@pytest.mark.parametrize("job", named([JOBS[1], JOBS[2]]))  # in full and --lora
+@pytest.mark.parametrize("job", [*named([JOBS[2]]), *named([JOBS[1]], marks=pytest.mark.ci)])  # --lora, in full
 def test_all_that_helps_turns_no_flag_the_wrong_way(job):
     """Nothing fits into 1 GiB, and all that helps is added."""
     check_no_flag_is_turned_the_wrong_way(run_of(job), options_for(job, 1))
