@@ -2814,7 +2814,8 @@ def add_memory_flags(parser):
         "all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU without --gpu_gib")
     add(memory, "--activation_checkpointing", BLOCKS, "auto", "store only the inputs of the first N "
         "blocks (or all), and recompute these in the backward. auto: recompute as little as 90 %% of the "
-        "GPU's memory allows; all on a CPU without --gpu_gib, or with --offload activations", nargs="?", const="all", everyday=True, also="gradient_checkpointing")
+        "GPU's memory allows; all on a CPU without --gpu_gib, or with --offload activations",
+        nargs="?", const="all", everyday=True, also="gradient_checkpointing")
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)
