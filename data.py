@@ -1998,17 +1998,17 @@ class Batch(NamedTuple):
     spans: Spans
     n_targets: list  # of each document; if ranks share a row, only the first of them has these numbers
 
-    def to(self, device, tokens_stay=False):
-        """Copies to a GPU asynchronously, out of pinned memory. tokens_stay: for an embedding on the host."""
+    def to(self, device):
+        """Copies to a GPU asynchronously, out of pinned memory."""
         if device.type != "cuda":
             return self
 
         def copied(tensor):  # spans may have no bounds
             return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
-        spans = Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest)
-        tokens = self.tokens if tokens_stay else copied(self.tokens)
-        return Batch(tokens, *map(copied, self[1:4]), spans, self.n_targets)
+        pairs, longest = self.spans.pairs, self.spans.longest
+        spans = Spans(pairs, copied(self.spans.bounds), longest, host_tokens_BT=self.tokens)
+        return Batch(*map(copied, self[:4]), spans, self.n_targets)
 
 
 class Loader:

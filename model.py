@@ -328,7 +328,7 @@ class Spans:
     """Where the documents of packed rows lie in the flattened B*T tokens. A plain class, because FSDP2
     traverses tuples and dataclasses in Python at every forward."""
 
-    def __init__(self, pairs, bounds=None, longest=0, positions_BT=None):
+    def __init__(self, pairs, bounds=None, longest=0, positions_BT=None, host_tokens_BT=None):
         self.pairs = pairs  # (start, stop) of each document
         # where each document and each gap between two begins, and the end: int32 on the device; None if
         # documents are equally long and leave no gaps
@@ -336,6 +336,8 @@ class Spans:
         self.longest = longest  # tokens of the longest one in `bounds`
         # of each token in its document, for Gated DeltaNet: Transformer.forward() adds them
         self.positions_BT = positions_BT
+        # in a batch on a GPU, for an embedding in host memory: FSDP2 takes all tensors of a call to the GPU
+        self.host_tokens_BT = host_tokens_BT
 
 
 class Cache:
@@ -1232,7 +1234,7 @@ class Transformer(nn.Module):
     """Embedding, blocks, norm, and the head with the loss.
 
     Set from outside: compute_dtype (set_precision_), dropout (add_lora_), activation_hooks (a context around
-    the blocks, train.py's offload), sequence_group (the ranks that share a row), tokens_on_host."""
+    the blocks, train.py's offload), sequence_group (the ranks that share a row)."""
 
     def __init__(self, c):
         super().__init__()
@@ -1240,7 +1242,6 @@ class Transformer(nn.Module):
         self.compute_dtype = torch.float32
         self.dropout = 0.0
         self.activation_hooks = None
-        self.tokens_on_host = False  # set by StreamedVocabulary in train.py
         self.sequence_group = None
         self.embed_norm = None
         if c.family.embed_norm:

@@ -842,7 +842,7 @@ def train_step(trainer, batches, n_terms):
             is_last = i == len(batches) - 1
             model.set_requires_gradient_sync(is_last or run.trains_vocabulary)
             model.set_requires_all_reduce(is_last)
-        loss, metrics = loss_of(model, batch.to(ranks.device, model.tokens_on_host), args)
+        loss, metrics = loss_of(model, batch.to(ranks.device), args)
         # The loss is a sum over tokens (or pairs). Divided by those of all micro-batches and ranks, each
         # counts the same however a step is split. `ranks.world` undoes the mean over ranks of the gradients.
         (nonfinite.scaled(loss) * (ranks.world / n_terms)).backward()
@@ -928,7 +928,7 @@ def evaluate(model, loader, ranks, args, stop=None):
             (stopped,) = ranks.largest(stop.number if stop else 0)
             if stopped:
                 return None
-            loss, metrics = loss_of(model, batch.to(ranks.device, model.tokens_on_host), args)
+            loss, metrics = loss_of(model, batch.to(ranks.device), args)
             # float64, so that the digits that are printed do not depend on the number of ranks
             sums.update({name: value.double() for name, value in [("loss", loss), *metrics.items()]})
     sums_of_ranks = ranks.gather(to_host(sums))
@@ -1312,7 +1312,8 @@ class StreamedVocabulary:
         if device.type != "cpu":
             # in place: a tied embedding is the same parameter
             self.on_host.data = self.on_host.data.pin_memory()
-        model.tokens_on_host = True
+        self.host_tokens_BT = None  # of this forward
+        model.register_forward_pre_hook(self.before_model)
         embedding = model.model.embed_tokens
         embedding.register_forward_pre_hook(self.before_embedding)
         embedding.register_forward_hook(self.after_embedding)
@@ -1320,9 +1321,15 @@ class StreamedVocabulary:
         self.head.register_forward_pre_hook(self.before_head)
         self.head.register_forward_hook(self.after_head)
 
+    def before_model(self, model, inputs):
+        spans = inputs[3] if len(inputs) > 3 else None
+        self.host_tokens_BT = spans.host_tokens_BT if spans else None
+
     def before_embedding(self, embedding, inputs):
+        if self.host_tokens_BT is not None:
+            return self.host_tokens_BT
         (tokens_BT,) = inputs
-        return tokens_BT.cpu()  # there already, except in generation, which waits for each token in any case
+        return tokens_BT.cpu()  # of generation, which waits for each token in any case, or there already
 
     def after_embedding(self, embedding, inputs, x):
         if self.device.type != "cpu":
