@@ -701,17 +701,13 @@ def rows_of_a_step(args):
     return args.batch_size * args.grad_accum / args.sequence_parallel
 
 
-# all 28 blocks are traced, because temporaries of this AdamW do not grow by the block
-OFF = JOBS[2]._replace(flags=f"{JOBS[2].flags} --no-fused_adamw")
-
-
 def named(jobs, **marks):
     return [pytest.param(job, id="-".join(map(str, job)), **marks) for job in jobs]
 
 
 # each takes up to half a minute: those that most users may meet, and in .ci/run the others
 OFTEN = [JOBS[0], JOBS[2], JOBS[3], JOBS[6]]
-SELDOM = [JOBS[1], JOBS[4], JOBS[5], OFF]
+SELDOM = [JOBS[1], JOBS[4], JOBS[5]]
 
 
 @pytest.mark.parametrize("job", [*named(OFTEN), *named(SELDOM, marks=pytest.mark.ci)])
@@ -726,10 +722,9 @@ def test_what_the_search_adds_fits_and_is_needed_and_turns_no_flag_the_wrong_way
     check_no_flag_is_turned_the_wrong_way(run, options)
 
 
-@pytest.mark.parametrize("job", [*named([JOBS[2]]), *named([JOBS[1]], marks=pytest.mark.ci)])  # --lora, in full
-def test_all_that_helps_turns_no_flag_the_wrong_way(job):
+def test_all_that_helps_turns_no_flag_the_wrong_way():
     """Nothing fits into 1 GiB, and all that helps is added."""
-    check_no_flag_is_turned_the_wrong_way(run_of(job), options_for(job, 1))
+    check_no_flag_is_turned_the_wrong_way(run_of(JOBS[2]), options_for(JOBS[2], 1))
 
 
 def check_no_flag_is_turned_the_wrong_way(run, options):
