@@ -1,7 +1,7 @@
 """What the trainer's memory promises cost, as markdown tables. Run by hand; the last three print the memory plan, and
 on a GPU what three steps take:
 
-    python tests/bench_memory.py ce        # head and loss, 8,192 tokens x 128,256 words; 12 GiB, less with --tokens
+    python tests/bench_memory.py ce        # head and loss, 8,192 tokens x 128,256 words; 12 GiB, less with other --words
     python tests/bench_memory.py load      # host memory of 4 ranks that load a model of 0.5 and 0.9 GB; 3 GiB
     python tests/bench_memory.py flags     # what the allocator counts without and with each memory flag, a small model
     python tests/bench_memory.py ladder    # Llama-3.2-3B beside torchtune's figures; Llama-3.1-8B as memory_ladder.svg
@@ -43,17 +43,18 @@ def ce_case(case, tokens, V, D):
     return peak[0], loss_sum.item() / tokens, norms
 
 
-def ce(tokens=8192, V=128256, D=512):
+def ce(tokens=8192, words=128256, D=512):
     """The peak of the loss: logits of all tokens at once, against chunks of them."""
     rows = []
     for trained, chunk in ((True, 0), (True, 1024), (False, 0), (False, 1024)):
-        ((peak, loss, norms),) = harness.in_processes(ce_case, [(trained, chunk)], tokens, V, D)
+        ((peak, loss, norms),) = harness.in_processes(ce_case, [(trained, chunk)], tokens, words, D)
         norms = [f"{n:.6f}" for n in norms] if trained else [f"{norms[0]:.6f}", "-"]
         head = "trained" if trained else "frozen"
         rows.append((head, chunk or "all at once", f"{peak:,.0f}", f"{loss:.5f}", *norms))
-    table(f"Cross-entropy, forward and backward, {tokens:,} tokens x {V:,} words x {D} wide, bf16; float32 logits: "
-          f"{tokens * V * 4 / MIB:,.0f} MiB", ("head", "tokens in a chunk", "peak MiB above weight and input", "loss",
-                                               "norm of the input's gradient", "norm of the head's"), rows)
+    table(f"Cross-entropy, forward and backward, {tokens:,} tokens x {words:,} words x {D} wide, bf16; float32 logits: "
+          f"{tokens * words * 4 / MIB:,.0f} MiB",
+          ("head", "tokens in a chunk", "peak MiB above weight and input", "loss", "norm of the input's gradient",
+           "norm of the head's"), rows)
 
 
 def load_rank(rank, folder, world, flags):
@@ -355,5 +356,7 @@ if __name__ == "__main__":
     commands = {"ce": ce, "load": load, "flags": flags, "ladder": ladder, "fsdp": fsdp, "targets": targets}
     parser.add_argument("command", choices=commands)
     parser.add_argument("--tokens", type=int, help="of ce (default: 8192) and flags (default: 2048)")
+    parser.add_argument("--words", type=int, help="of ce (default: 128256)")
     args = parser.parse_args()
-    commands[args.command](*[args.tokens] if args.tokens else [])
+    given = {name: value for name, value in [("tokens", args.tokens), ("words", args.words)] if value}
+    commands[args.command](**given)

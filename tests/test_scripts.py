@@ -14,7 +14,7 @@ SCRIPTS = [
     "bench_checkpoints.py kill 1",
     "bench_data.py --mb 1 --rounds 1 --cores 1",
     "bench_kernels.py nf4 loss optimizer --rounds 1 --tokens 64",
-    "bench_memory.py ce --tokens 128",
+    "bench_memory.py ce --tokens 128 --words 4096",
     "bench_memory.py targets",
     f"bench_nf4.py --model {TINY} --steps 1",
     "bench_precision.py --steps 2 --svg OUT/precision.svg",
