@@ -1,7 +1,7 @@
 """What the trainer's memory promises cost, as markdown tables. Run by hand; the last three print the memory plan, and
 on a GPU what three steps take:
 
-    python tests/bench_memory.py ce        # head and loss, 8,192 tokens x 128,256 words; 12 GiB, less with other --words
+    python tests/bench_memory.py ce        # head and loss, 8,192 tokens x 128,256 words; 12 GiB, less with --words
     python tests/bench_memory.py load      # host memory of 4 ranks that load a model of 0.5 and 0.9 GB; 3 GiB
     python tests/bench_memory.py flags     # what the allocator counts without and with each memory flag, a small model
     python tests/bench_memory.py ladder    # Llama-3.2-3B beside torchtune's figures; Llama-3.1-8B as memory_ladder.svg

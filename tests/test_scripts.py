@@ -20,7 +20,7 @@ SCRIPTS = [
     "bench_precision.py --steps 2 --svg OUT/precision.svg",
     f"bench_quality.py --model {TINY} --out OUT/quality --seeds 1 --tasks dates --methods lora",
     "bench_scale.py paper",
-    "bench_speed.py --shape nano --rounds 1 --methods lora qlora --arms oomph",
+    "bench_speed.py --shape nano --rounds 1 --methods lora qlora --arms oomph --fp32",
     "by_card.py --copies",
     "count_launches.py llama-3.1-8b --lora",
     "check_flags.py --minutes 0.01",
