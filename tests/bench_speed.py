@@ -76,6 +76,7 @@ SHAPES = {
     # three blocks of Gated DeltaNet and one of attention; the head's part of the work is that of Qwen3.5-9B
     "qwen3.5": Shape(4, 512, 1536, 4, 1, 2048, 2, V=4096, kv_heads=2, preset="qwen3.5-9b"),
     "qwen3.5-8k": Shape(4, 512, 1536, 4, 1, 8192, 1, V=4096, kv_heads=2, preset="qwen3.5-9b"),
+    "4k": Shape(2, 512, 1536, 8, 1, 4096, 3, V=4096, kv_heads=2),
     "long": Shape(4, 512, 1536, 8, 1, 16384, 1, V=4096, kv_heads=2),
     "gpu-long": Shape(4, 4096, 14336, 32, 1, 65536, 5, kv_heads=8),
     "gpu": Shape(4, 4096, 14336, 32, 1, 8192, 20, kv_heads=8),  # an eighth of the blocks of Llama-3.1-8B
