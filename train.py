@@ -1322,8 +1322,8 @@ class StreamedVocabulary:
         self.head.register_forward_hook(self.after_head)
 
     def before_model(self, model, inputs):
-        spans = inputs[3] if len(inputs) > 3 else None
-        self.host_tokens_BT = spans.host_tokens_BT if spans else None
+        found = [value.host_tokens_BT for value in inputs if isinstance(value, lm.Spans)]
+        self.host_tokens_BT = found[0] if found else None
 
     def before_embedding(self, embedding, inputs):
         if self.host_tokens_BT is not None:
@@ -1705,10 +1705,13 @@ def call_sinks(sinks, call):
 
 def close_sinks(sinks, error, *_):
     """ExitStack calls this however the run ends, with the class of its error."""
-    has_failed = error is not None
-    # another Ctrl-C gives up on a network that is slow, and does not change how the run has ended
-    with contextlib.suppress(KeyboardInterrupt):
-        call_sinks(sinks, lambda sink: ThreadPoolExecutor(1).submit(sink.close, has_failed).result(FINISH_S))
+
+    def close(sink):
+        # another Ctrl-C gives up on a network that is slow, and does not change how the run has ended
+        with contextlib.suppress(KeyboardInterrupt):
+            ThreadPoolExecutor(1).submit(sink.close, error is not None).result(FINISH_S)
+
+    call_sinks(sinks, close)
 
 
 class TensorBoard:
@@ -2755,8 +2758,9 @@ def make_parser():
         everyday=True, also="lora_r")
     add(method, "--lora_alpha", AMOUNT, None, "scale = alpha / rank (default: 32)", fixed=True, needs="lora")
     switch(method, "--rslora", "scale = alpha / sqrt(rank) (arXiv:2312.03732)", fixed=True, needs="lora")
-    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None, "dropout of adapter "
-        "inputs; other masks with --tiled_mlp, --grad_accum, ranks (default: 0)", fixed=True, needs="lora")
+    add(method, "--lora_dropout", number(float, zero_too=True, below=1), None, "dropout rate of the "
+        "adapters' inputs. The masks change with --tiled_mlp, the number of ranks and --grad_accum (default: "
+        "0)", fixed=True, needs="lora")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
         "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
     add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
@@ -2831,8 +2835,10 @@ def add_memory_flags(parser):
         "also attention, on groups of heads; try 4096 (default: off)", everyday=True)
     add(memory, "--optim", str, "adamw", "adamw8bit stores 2 bytes of state per parameter instead of 8",
         choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
-    switch(memory, "--stochastic_rounding", "round to bf16 at random, to keep small updates", fixed=True)
-    switch(memory, "--optim_in_backward", "update in the backward and free each gradient; no --clip")
+    switch(memory, "--stochastic_rounding", "round bf16 weights and moments at random, so that small updates "
+           "count on average", fixed=True)
+    switch(memory, "--optim_in_backward", "update each weight in the backward, and free its gradient "
+           "at once; rules out --clip")
     switch(memory, "--fused_adamw", "run AdamW as one fused kernel, on GPU and CPU", on=True)
     declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True, also="torch_compile",
             help="torch.compile the blocks, the loss and NF4 (default: on with a GPU, Triton, a C compiler "
