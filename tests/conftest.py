@@ -126,8 +126,8 @@ def start_rank(rank, world, port, function, args, log, gpu=False):
     faulthandler.register(signal.SIGUSR2, trace)  # where each thread stands, asked for when the rank hangs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script that runs the tests may ignore it,
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this
-    # Torch makes a fork's pool of threads anew in the first call that needs it. Two of autograd's threads would do so at
-    # once, and end the process: 115 of 200 forks, and none with this line.
+    # Torch makes a fork's pool of threads anew in the first call that needs it. Two of autograd's threads may do so at
+    # once, which ends the process: 115 of 200 forks on an emulated GPU, and none with this line.
     torch.set_num_threads(torch.get_num_threads())
     torch.backends.cuda.enable_cudnn_sdp(True)  # as torch has it: the run has to turn it off
     if not gpu:  # gloo, on any machine
