@@ -73,6 +73,7 @@ SHAPES = {
     "chat": Shape(4, 512, 1536, 8, 2, 512, 8, chat=True),
     "chats": Shape(4, 512, 1536, 8, 2, 512, 100, chat=True),  # to see whether memory grows
     "nano": Shape(2, 64, 192, 4, 2, 512, 2, chat=True),  # only to see it run
+    "launches": Shape(4, 64, 192, 4, 1, 64, 300, V=512),  # as many blocks as small's, and hardly any arithmetic
     # three blocks of Gated DeltaNet and one of attention; the head's part of the work is that of Qwen3.5-9B
     "qwen3.5": Shape(4, 512, 1536, 4, 1, 2048, 2, V=4096, kv_heads=2, preset="qwen3.5-9b"),
     "qwen3.5-8k": Shape(4, 512, 1536, 4, 1, 8192, 1, V=4096, kv_heads=2, preset="qwen3.5-9b"),
