@@ -22,8 +22,10 @@ adapters as transformers and PEFT read them. In that half, a row is a row of a w
 
 import ast
 import bisect
+import contextlib
 import copy
 import csv
+import dataclasses
 import errno
 import functools
 import glob
@@ -32,6 +34,7 @@ import hashlib
 import heapq
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -40,16 +43,12 @@ import sys
 import tempfile
 import textwrap
 import time
+import zlib
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 import jinja2.ext
 import jinja2.meta
@@ -79,7 +78,7 @@ def printable(text):
 def say(text="", end="\n", to_stderr=False):
     """Prints text, safe for a terminal, also where nobody reads it (a full disk, a closed pipe)."""
     stream = sys.stderr if to_stderr else sys.stdout
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         print(printable(text), end=end, file=stream, flush=True)
 
 
@@ -131,7 +130,7 @@ def read_json(path, optional=False):
     return value
 
 
-@contextmanager
+@contextlib.contextmanager
 def writing(path, what):
     """Adds the path, and what was not written, to an OSError: that of a full disk names neither."""
     try:
@@ -144,7 +143,7 @@ def writing(path, what):
 UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL
 
 
-@contextmanager
+@contextlib.contextmanager
 def where_supported(consequence):
     """For optional safety operations (fsync, locks). If the file system has none, prints one note."""
     try:
@@ -165,7 +164,7 @@ def sync(path):
 
 
 def remove(path):
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         # rmtree would wait for the writer of a pipe, and it leaves links, which a save would follow
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -201,14 +200,14 @@ def crc_of(path):
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
-            crc = crc32(block, crc)
+            crc = zlib.crc32(block, crc)
     return crc
 
 
 def with_checksum(content):
     """Adds a checksum to a JSON object. It reveals damage and edits by hand, not forgery."""
     text = json.dumps(content | {"checksum": 0}, sort_keys=True)
-    return content | {"checksum": crc32(text.encode())}
+    return content | {"checksum": zlib.crc32(text.encode())}
 
 
 # Names as safetensors has them. Weights are read in these types; U8 is for a run's own checkpoints.
@@ -229,7 +228,7 @@ class Stored(NamedTuple):
     @property
     def n_rows(self):
         """[E, N, D] is E * N rows of D. The rows of a vector are its numbers."""
-        return prod(self.shape[:-1] if len(self.shape) > 1 else self.shape)
+        return math.prod(self.shape[:-1] if len(self.shape) > 1 else self.shape)
 
 
 def layout_of(tensors):
@@ -243,7 +242,7 @@ def write_safetensors(path, layout, tensors, checksum=None):
     places = {}  # {name: (its first byte after the header, how many it has)}
     stop = 0
     for name, stored in layout.items():
-        n_bytes = prod(stored.shape) * stored.dtype.itemsize
+        n_bytes = math.prod(stored.shape) * stored.dtype.itemsize
         places[name] = stop, n_bytes
         entry = {"dtype": DTYPE_NAMES[stored.dtype], "shape": stored.stack or stored.shape}
         entry = header.setdefault(stored.name, entry | {"data_offsets": [stop, stop]})
@@ -330,12 +329,12 @@ def read_template_args(words):
         if name in variables:
             raise ValueError(f"{where}: {name} is given twice")
         variables[name] = text
-        with suppress(ValueError):  # it is no JSON: a text
+        with contextlib.suppress(ValueError):  # it is no JSON: a text
             variables[name] = json.loads(text)
     return variables
 
 
-@contextmanager
+@contextlib.contextmanager
 def errors_of(source):
     """Turns any error into a ValueError that names the source."""
     try:
@@ -347,7 +346,7 @@ def errors_of(source):
         raise ValueError(f"{source}{line}: {listing([str(error) or repr(error)])}") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def cpu_time_limit(seconds):
     """Raises a TimeoutError in the block after so much CPU time: a template may loop for ever."""
 
@@ -689,7 +688,7 @@ class Tokenizer:
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
         env.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime}
-        env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja's own escapes HTML
+        env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja's own escapes HTML
         self.template_reads = set()
         self.template_words = set()
         for text in named.values():
@@ -724,7 +723,7 @@ class Tokenizer:
         conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
         # Phi's template has '<|' + role + '|>': only a trial with each role shows these tokens
         for first in (*([{"role": role, "content": "a"}] for role in ROLES), []):
-            with suppress(ValueError):  # a template may want other messages
+            with contextlib.suppress(ValueError):  # a template may want other messages
                 text, _ = self.render(first + conversation)
                 written += text
                 _, is_there, behind = text.rpartition(MARK)
@@ -734,7 +733,7 @@ class Tokenizer:
 
     def thoughts_of_prompt(self, messages=(SHORT_QUESTION,), tools=None):
         prompt = ""
-        with suppress(ValueError):  # a template may insist on a question before an answer
+        with contextlib.suppress(ValueError):  # a template may insist on a question before an answer
             prompt, _ = self.render(list(messages), tools, generation_prompt=True)
         return Thoughts(prompt)
 
@@ -779,11 +778,11 @@ class Tokenizer:
         """Messages that may call tools -> (the messages as the template accepts them, text, spans)."""
         if not any(message.get("tool_calls") for message in messages):
             return messages, *self.render(messages, tools)
-        with suppress(ValueError):
+        with contextlib.suppress(ValueError):
             return messages, *self.render(messages, tools)
         # some templates read the content, if only to see that it is none
         messages = [message | {"content": message.get("content")} for message in messages]
-        with suppress(ValueError):
+        with contextlib.suppress(ValueError):
             return messages, *self.render(messages, tools)
         messages = copy.deepcopy(messages)  # and some want arguments as JSON, not as objects
         for message in messages:
@@ -847,7 +846,7 @@ class Tokenizer:
         """Notes what the template leaves out of answers. A ValueError if that is all of it, or a question."""
         *marked, items = with_marks(messages, tools)
         lost = []
-        with suppress(ValueError):  # the template has looked at what it objects to
+        with contextlib.suppress(ValueError):  # the template has looked at what it objects to
             if items:
                 _, text, _ = self.render_calls(*marked)
                 lost = [item for marker, item in items.items() if marker not in text]
@@ -905,7 +904,7 @@ class Tokenizer:
 
     def render_turn(self, messages, tools, i):
         """The conversation up to turn i, with its span. None if the template changes the prompt later."""
-        with suppress(ValueError):  # a template may insist on a question before an answer
+        with contextlib.suppress(ValueError):  # a template may insist on a question before an answer
             asked, _ = self.render(messages[:i], tools, generation_prompt=True)
             text, _ = self.render(messages[: i + 1], tools)
             for prompt in Thoughts(asked).prompts:
@@ -1228,7 +1227,7 @@ def json_in(value, kind, must):
 
 def from_json(value):
     """Parses a text that is JSON; any other value stays."""
-    with suppress(ValueError):
+    with contextlib.suppress(ValueError):
         while isinstance(value, str):
             value = json.loads(value)
     return value
@@ -1536,7 +1535,7 @@ def stdlib_examples(file_type, held_out):
     for name, text in stdlib_modules():
         examples = [{"text": text}] if file_type == "stdlib:code" else stdlib_questions(name, text)
         for i, example in enumerate(examples):
-            if (crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
+            if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
                 yield example
 
 
@@ -1545,7 +1544,7 @@ def stdlib_modules():
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if not SKIPPED.intersection(name.parts):
-            with suppress(UnicodeDecodeError):  # a handful declare another encoding
+            with contextlib.suppress(UnicodeDecodeError):  # a handful declare another encoding
                 yield str(name), path.read_text("utf-8")
 
 
@@ -1576,7 +1575,7 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
         raise ValueError("this user has no home folder for tokens: set XDG_CACHE_HOME to a folder")
     folder = cache / hashlib.sha256(made_of.encode()).hexdigest()[:32]
     if os.path.lexists(folder):
-        with suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             if read_report(folder).checksums == checksums_of(folder):  # it is as it was written, to the byte
                 return folder
         say(f"{spec} is tokenized again: {folder} in the cache is damaged")
@@ -1615,24 +1614,24 @@ def checksums_of(folder):
         return dict(zip(ARRAYS, threads.map(crc_of, (folder / name for name in ARRAYS))))
 
 
-@dataclass
+@dataclasses.dataclass
 class FileReport:
     """What tokenizing a file has found, with the fields of report.json."""
 
     n_examples: int = 0
     n_bad: int = 0  # examples that could not be read
     errors: str = ""  # what is wrong with them: up to five different errors, a line each
-    formats: dict = field(default_factory=Counter)  # {one of FORMATS: number of examples}
+    formats: dict = dataclasses.field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
-    notes: dict = field(default_factory=Counter)  # {what the start prints: the number of examples}
-    renamed: list = field(default_factory=list)  # columns of --columns that an example has
-    unread: list = field(default_factory=list)  # keys that an example has and its format does not read
-    new_ids: list = field(default_factory=list)  # tokens of --add_tokens that occur
+    notes: dict = dataclasses.field(default_factory=Counter)  # {what to print: number of examples}
+    renamed: list = dataclasses.field(default_factory=list)  # columns of --columns that an example has
+    unread: list = dataclasses.field(default_factory=list)  # keys of examples that their formats do not read
+    new_ids: list = dataclasses.field(default_factory=list)  # tokens of --add_tokens that occur
     n_tokens: int = 0
     n_further: int = 0  # further documents, and the tokens in them
     n_further_tokens: int = 0
     largest_id: int = 0  # of a token
-    checksums: dict = field(default_factory=dict)  # see checksums_of()
+    checksums: dict = dataclasses.field(default_factory=dict)  # see checksums_of()
     checksum: int = 0  # covers the fields above
 
     def note(self, text, n=1):
@@ -1778,7 +1777,7 @@ def arrow_files(name, revision):
                 data_set = data_set[split]
         else:
             parts = HUB_NAME.fullmatch(name)
-            fetch = partial(
+            fetch = functools.partial(
                 datasets.load_dataset, parts["id"], parts["subset"], split=parts["split"] or "train",
                 revision=revision, keep_in_memory=False)
             data_set = from_hub(fetch, (LookupError, ValueError, datasets.exceptions.DatasetsError))
@@ -1856,7 +1855,7 @@ class Documents:
         # A resume compares this. Checksums of files stand for every token and mask.
         checksums = [[file.report.checksums.get(name) for name in ("tokens", "supervised")] for file in files]
         trained = [parts[name].tobytes() for name in ("file", "start", "stop")]
-        self.checksum = crc32(json.dumps(checksums).encode() + b"".join(trained))
+        self.checksum = zlib.crc32(json.dumps(checksums).encode() + b"".join(trained))
 
     def part(self, number):
         """(tokens [n] int32, supervised [n] bool) of a part."""
@@ -2141,7 +2140,7 @@ def share_of(eval_data):
     """--eval_data -> the fraction or number of examples to hold out, None if it names files."""
     numbers = []
     for word in eval_data or ():
-        with suppress(ValueError):  # a file
+        with contextlib.suppress(ValueError):  # a file
             numbers.append(float(word))
     if not numbers:
         return None
@@ -2327,15 +2326,15 @@ LLAMA_3_1_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LLAMA_2 = partial(Preset, model_type="llama", V=32000, K=128, positions=4096, theta=1e4)
-LLAMA_3 = partial(Preset, model_type="llama", V=128256, K=128, positions=8192, theta=5e5)
-LLAMA_3_1 = partial(LLAMA_3, positions=131072, further={"rope_scaling": LLAMA_3_1_ROPE})
-LLAMA_3_2 = partial(
+LLAMA_2 = functools.partial(Preset, model_type="llama", V=32000, K=128, positions=4096, theta=1e4)
+LLAMA_3 = functools.partial(Preset, model_type="llama", V=128256, K=128, positions=8192, theta=5e5)
+LLAMA_3_1 = functools.partial(LLAMA_3, positions=131072, further={"rope_scaling": LLAMA_3_1_ROPE})
+LLAMA_3_2 = functools.partial(
     LLAMA_3_1, further={"rope_scaling": LLAMA_3_1_ROPE | {"factor": 32.0}}, tied=True)
-QWEN_2_5 = partial(Preset, model_type="qwen2", V=152064, K=128, positions=131072, theta=1e6)
-QWEN_3 = partial(Preset, model_type="qwen3", V=151936, K=128, positions=40960, theta=1e6)
-QWEN_3_5 = partial(Preset, model_type="qwen3_5_text", V=248320, K=256, positions=262144, theta=1e7)
-QWEN_3_5_SMALL = partial(
+QWEN_2_5 = functools.partial(Preset, model_type="qwen2", V=152064, K=128, positions=131072, theta=1e6)
+QWEN_3 = functools.partial(Preset, model_type="qwen3", V=151936, K=128, positions=40960, theta=1e6)
+QWEN_3_5 = functools.partial(Preset, model_type="qwen3_5_text", V=248320, K=256, positions=262144, theta=1e7)
+QWEN_3_5_SMALL = functools.partial(
     QWEN_3_5, layers=24, H=8, G=2, tied=True, further={"linear_num_value_heads": 16})
 # Shapes for --dry_run and --random_init, which need no download. To add a preset, copy a row.
 SHAPES = {
@@ -2459,7 +2458,7 @@ class ModelFiles(NamedTuple):
 
 
 
-@contextmanager
+@contextlib.contextmanager
 def errors_of_base(model, adapter_folder):
     """Adds to an error about a base model which adapter names it, and how to give another base."""
     try:
@@ -2513,7 +2512,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
         if with_weights:
             wanted.append(weight_files)
         revisions = {} if revisions is None else revisions
-        fetch = partial(snapshot_download, name, revision=revisions.get(name),
+        fetch = functools.partial(snapshot_download, name, revision=revisions.get(name),
                                   allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"])
         try:
             folder = Path(from_hub(fetch))
@@ -2586,7 +2585,7 @@ def module_name(name):
 
 def check_parts(parts, state, shape):
     """Raises a ValueError if {one of PARTS: its Stored} have other types or sizes than FP8 or NF4."""
-    n = prod(shape)
+    n = math.prod(shape)
     n_blocks = n // nf4.BLOCK
     expected = {"": (QUANTIZED["F8_E4M3"], n)}
     if state:
@@ -2599,7 +2598,7 @@ def check_parts(parts, state, shape):
         raise ValueError("a scale that is no float")
     for part, (dtype, size) in expected.items():
         stored = parts.get(part)
-        if not stored or stored.dtype != dtype or prod(stored.shape) != size:
+        if not stored or stored.dtype != dtype or math.prod(stored.shape) != size:
             found = f"{list(stored.shape)} in {stored.dtype}" if stored else "none"
             raise ValueError(f"{part or 'codes'}: expected {size:,} numbers in {dtype}, got {found}")
 
@@ -2736,7 +2735,7 @@ class WeightFiles:
             if len(shape) < 3:
                 return entries[start:stop]
             # a stack, or a convolution: all rows of the entries that have some of these rows
-            n_rows = prod(shape[1:-1])
+            n_rows = math.prod(shape[1:-1])
             first = start // n_rows
             rows = entries[first : nf4.ceil_div(stop, n_rows)].flatten(0, -2)
             return rows[start - first * n_rows : stop - first * n_rows]
@@ -2749,7 +2748,7 @@ class WeightFiles:
         for path in self.open_files:
             with open(path, "rb") as file:
                 file.seek(path.stat().st_size // 2)
-                crc = crc32(file.read(1 << 20), crc)
+                crc = zlib.crc32(file.read(1 << 20), crc)
         return crc
 
 
@@ -2777,7 +2776,7 @@ class RandomWeights:
         return rows.mul_(self.config.initializer_range)
 
     def crc(self):
-        return crc32(repr((self.seed, self.config)).encode())
+        return zlib.crc32(repr((self.seed, self.config)).encode())
 
 
 def with_value(raw, key, value):
@@ -2809,7 +2808,7 @@ def random_rows(name, width, start, stop, seed, device, uniform=False):
     """Random rows, normal or uniform in [-1, 1). Each 256 rows have their own seed."""
     out = torch.empty(stop - start, width, device=device)
     for i in range(start // 256, nf4.ceil_div(stop, 256)):
-        generator = torch.Generator(device).manual_seed(crc32(f"{seed}/{name}/{i}".encode()))
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}/{i}".encode()))
         rows = torch.empty(256, width, device=device)
         if uniform:
             rows.uniform_(-1, 1, generator=generator)
