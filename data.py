@@ -104,7 +104,6 @@ def count_of(n, noun):
 
 # ---------------- files: safe reads and writes, which train.py uses for runs and checkpoints
 
-
 def check_is_file(path):
     """Raises a ValueError for a folder, pipe or device (reading may never end), and for git-lfs' pointer."""
     if not os.path.exists(path):
@@ -289,12 +288,14 @@ NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", 
 THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
 SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
-TOKENIZER_FILES = (
+# What a result gets from its model's folder: other files may be private, or about other weights.
+COPIED_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )
-PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
-TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for tools, where transformers has it
+# {name of a template: its file, where transformers has it}; the second is for examples with tools
+TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -490,10 +491,9 @@ def read_template(path):
 
 def templates_in(folder):
     """-> (the file with a folder's chat templates, {"default": text, maybe "tool_use"}), or (None, {})."""
-    path = folder / "chat_template.jinja"
-    files = {"default": path, "tool_use": folder / TOOL_TEMPLATE}
-    if path.exists():
-        return path, {name: read_template(file) for name, file in files.items() if file.exists()}
+    files = {name: folder / file for name, file in TEMPLATE_FILES.items()}
+    if files["default"].exists():
+        return files["default"], {name: read_template(file) for name, file in files.items() if file.exists()}
     for name in ("chat_template.json", "tokenizer_config.json"):
         found = read_json(folder / name, optional=True).get("chat_template")
         if isinstance(found, list):  # several with names, such as "tool_use" and "rag"
@@ -552,16 +552,14 @@ def code_of(folder):
 
 
 class Tokenizer:
-    """The tokens and the chat template of a model folder. Works in the main thread only: a signal stops slow
-    templates. template_file counts before adapter_folder's template, and that before the folder's own.
+    """The tokens and the chat template of a model folder. Main thread only: a signal stops slow templates.
 
     bos_ids, eos_ids   the ids around a plain text
     stop_ids           the ids that end an answer
     markers            texts of the tokens that templates write around turns; is_marker [V]: which ids are
     reserved           regex of what messages must not contain: the markers, but not other special tokens
-    templates          compiled: {"default": ..., and maybe "tool_use" for examples with tools}
-    template_reads     the variables that they look up; template_words: all names in them
-    variables          what they see beside the messages; example_variables: see for_example()
+    template_reads     the variables that templates look up; template_words: all names in them
+    variables          what templates see beside the messages; example_variables: see for_example()
     changed            {file: its dict}: save() writes them in place of the folder's own
     made_of            all that tokens and masks depend on: it names their folder in the cache"""
 
@@ -655,14 +653,11 @@ class Tokenizer:
 
     def load_templates(self, template_file, adapter_folder, template_args):
         """Compiles --chat_template, or else the adapter's templates, or else the model's, or else ChatML."""
-        found = {}
-        if template_file:
-            where = template_file
-            found = {"default": read_template(template_file)}
-        if adapter_folder and not found:  # the base may have another one than the adapter was trained on
-            where, found = templates_in(Path(adapter_folder))
-        if not found:
-            where, found = templates_in(self.folder)
+        where = template_file
+        found = {"default": read_template(template_file)} if template_file else {}
+        for folder in (adapter_folder, self.folder):  # an adapter may have another one than its base
+            if folder and not found:
+                where, found = templates_in(Path(folder))
         self.has_template = bool(found)  # its own
         self.source = f"chat template ({where})"
         if self.folder == TINY and not template_file and not adapter_folder:
@@ -709,12 +704,8 @@ class Tokenizer:
         defaults = ""
         for name, value in sorted(template_args.items()):
             defaults += default.replace("NAME", name).replace("VALUE", repr(value))
-        self.template_texts = {}
-        self.templates = {}
-        for name, text in named.items():
-            text = defaults + text
-            self.templates[name] = env.from_string(text)
-            self.template_texts["chat_template.jinja" if name == "default" else TOOL_TEMPLATE] = text
+        self.template_texts = {TEMPLATE_FILES[name]: defaults + text for name, text in named.items()}
+        self.templates = {name: env.from_string(defaults + text) for name, text in named.items()}
 
     def try_template(self):
         """-> (the token after an answer, as text; the templates' texts and all that they write in trials)"""
@@ -744,8 +735,8 @@ class Tokenizer:
         for name in variables:
             check_is_variable(name, "'chat_template_kwargs'")
         tokenizer = copy.copy(self)
-        read = self.template_reads & variables.keys()
-        tokenizer.example_variables = {name: variables[name] for name in read}
+        tokenizer.example_variables = {
+            name: value for name, value in variables.items() if name in self.template_reads}
         tokenizer.thoughts = tokenizer.thoughts_of_prompt()
         return tokenizer
 
@@ -936,9 +927,9 @@ class Tokenizer:
             yield np.array(bos + ids + eos, np.int32), mask
 
     def save(self, out):
-        """Copies the tokenizer's files, and writes the chat template that training has used."""
+        """Copies the folder's files, and writes the chat template that training has used."""
         with writing(out, "tokenizer"):
-            for name in [*TOKENIZER_FILES, *[path.name for path in self.code]]:
+            for name in [*COPIED_FILES, *[path.name for path in self.code]]:
                 if name in self.changed:
                     write_json(out / name, self.changed[name])
                 elif (self.folder / name).is_file():
@@ -1567,7 +1558,7 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     revisions: {name on the Hub: commit} of a run that is resumed. The commits of other names are added."""
     file_type, paths = files_of(spec, {} if revisions is None else revisions)
     # its name is a hash of all that tokens depend on, data.py included: a fork may read files in another way
-    contents = [sha256_of(path) for path in (__file__, *paths)]
+    contents = [(crc_of(path), os.path.getsize(path)) for path in (__file__, *paths)]
     versions = sys.version, tokenizers.__version__, jinja2.__version__
     made_of = json.dumps([contents, file_type, held_out, columns, tokenizer.made_of, versions])
     cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "oomph"
@@ -1594,14 +1585,6 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     return folder
 
 
-def sha256_of(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def read_report(folder):
     content = read_json(folder / "report.json")
     if content != with_checksum(content):
@@ -1610,8 +1593,7 @@ def read_report(folder):
 
 
 def checksums_of(folder):
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(ARRAYS, threads.map(crc_of, (folder / name for name in ARRAYS))))
+    return {name: crc_of(folder / name) for name in ARRAYS}
 
 
 @dataclasses.dataclass
@@ -1841,7 +1823,7 @@ class DataFile(NamedTuple):
     n_long: int = 0  # documents of more than --seq_len positions
     longest: int = 0  # positions of the longest document
     n_untrained: int = 0  # documents without a supervised token
-    n_tokens: int = 0  # positions of the parts that are trained on, without those of other hashes
+    n_tokens: int = 0  # positions of the parts that are trained on, with those that are held out
     n_trained: int = 0  # supervised tokens
 
 
@@ -1872,11 +1854,6 @@ class Documents:
         return f"{self.files[part['file']].name}:{part['line']}"
 
 
-def n_positions_of(parts):
-    """Positions of parts in a row, [n]: the last token is only a target."""
-    return parts["stop"] - parts["start"] - 1
-
-
 def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, hashes=range(HASHES)):
     """Folders of the cache -> Documents of the examples with these hashes."""
     files = []
@@ -1895,21 +1872,18 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
         parts["n_targets"] = [np.count_nonzero(supervised[start + 1 : stop])
                               for start, stop in zip(parts["start"], parts["stop"])]
         used = np.flatnonzero(parts["n_targets"])  # the rest would only make rows longer
-        n_untrained = len(np.setdiff1d(document, document[used]))
         parts = parts[used]
         file = DataFile(
             name, report, tokens, supervised, long,
             n_long=int((n_positions > seq_len).sum()),
             longest=int(n_positions.max(initial=0)),
-            n_untrained=n_untrained,
-            n_tokens=int(n_positions_of(parts).sum()),
+            n_untrained=len(np.setdiff1d(document, document[used])),
+            n_tokens=int((parts["stop"] - parts["start"] - 1).sum()),
             n_trained=int(parts["n_targets"].sum()))
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
         is_chosen = (parts["hash"] >= hashes.start) & (parts["hash"] < hashes.stop)
-        parts = parts[is_chosen]
-        files.append(file._replace(n_tokens=int(n_positions_of(parts).sum()),
-                                   n_trained=int(parts["n_targets"].sum())))
-        tables.append(parts)
+        files.append(file)
+        tables.append(parts[is_chosen])
     return Documents(files, np.concatenate(tables))
 
 
@@ -1955,7 +1929,6 @@ def check_file(file, seq_len, vocab_size):
 
 
 # ---------------- packing and loading
-
 
 def pack_rows(lengths, seq_len):
     """Best-fit decreasing: lengths -> rows of document numbers. Each goes where it leaves the least room."""
@@ -2005,8 +1978,8 @@ class Batch(NamedTuple):
         def copied(tensor):  # spans may have no bounds
             return None if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
 
-        pairs, longest = self.spans.pairs, self.spans.longest
-        spans = Spans(pairs, copied(self.spans.bounds), longest, host_tokens_BT=self.tokens)
+        spans = Spans(self.spans.pairs, copied(self.spans.bounds), self.spans.longest,
+                      host_tokens_BT=self.tokens)
         return Batch(*map(copied, self[:4]), spans, self.n_targets)
 
 
@@ -2036,7 +2009,7 @@ class Loader:
         self.term = "pairs" if documents.has_pairs else "tokens"  # what the loss is divided by
         n_terms = np.arange(len(parts)) % 2 if documents.has_pairs else parts["n_targets"]
         units = np.arange(len(parts)).reshape(-1, n_together)
-        n_positions = n_positions_of(parts)
+        n_positions = parts["stop"] - parts["start"] - 1  # the last token is only a target
         self.rows = list(units)
         if packing:
             packed = pack_rows(n_positions[units].sum(1), seq_len)
@@ -2154,8 +2127,7 @@ def share_of(eval_data):
 
 
 def held_out_hashes(share, folders):
-    """The range of hashes to hold out. A hash is of a text: copies are on one side. Where a share is held
-    out, new rows move no old one."""
+    """The hashes to hold out. Copies of a text are on one side. With a share, new rows move no old row."""
     if share is None:
         return range(0)
     if share < 1:
@@ -2272,8 +2244,7 @@ def print_file(file):
     report = file.report
     formats = ", ".join(form for form in FORMATS if form in report.formats)
     say(f"{file.name}: {count_of(report.n_examples, 'examples')} ({formats})")
-    # a small file may be held out as a whole
-    say(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
+    say(f"  {file.n_tokens:,} tokens, {file.n_trained / file.n_tokens:.1%} trained on")
     if file.n_long:
         say(f"  {file.n_long:,} longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}")
     if report.n_further:
@@ -2294,50 +2265,38 @@ def print_file(file):
 
 # ---------------- presets
 
-class Preset(NamedTuple):
-    """The shape of a model on the Hub, its sizes by the letters of model.py."""
+# {column of PRESETS, with the letters of model.py: its key in config.json}
+PRESET_KEYS = {
+    "V": "vocab_size", "D": "hidden_size", "F": "intermediate_size", "layers": "num_hidden_layers",
+    "H": "num_attention_heads", "G": "num_key_value_heads", "K": "head_dim", "theta": "rope_theta",
+    "positions": "max_position_embeddings", "tied": "tie_word_embeddings",
+}
 
-    hub_id: str
-    model_type: str
-    V: int
-    D: int
-    F: int
-    layers: int
-    H: int
-    G: int
-    K: int
-    positions: int  # tokens that the model was trained on
-    theta: float  # RoPE's base
-    tied: bool = False  # head and embedding are one matrix
-    further: dict = {}  # other keys and values of its config.json
 
-    def config(self):
-        return {
-            "_name_or_path": self.hub_id, "model_type": self.model_type, "vocab_size": self.V,
-            "hidden_size": self.D, "intermediate_size": self.F, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.H, "num_key_value_heads": self.G, "head_dim": self.K,
-            "max_position_embeddings": self.positions, "rope_theta": self.theta,
-            "rms_norm_eps": 1e-6 if self.model_type.startswith("qwen") else 1e-5,
-            "tie_word_embeddings": self.tied,
-        } | self.further
+def preset(hub_id, model_type, further=None, **sizes):
+    """The config.json of a model on the Hub. further: keys and values that PRESET_KEYS does not have."""
+    norm_eps = 1e-6 if model_type.startswith("qwen") else 1e-5
+    config = {"_name_or_path": hub_id, "model_type": model_type, "rms_norm_eps": norm_eps,
+              "tie_word_embeddings": False}
+    return config | {PRESET_KEYS[name]: size for name, size in sizes.items()} | (further or {})
 
 
 LLAMA_3_1_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LLAMA_2 = functools.partial(Preset, model_type="llama", V=32000, K=128, positions=4096, theta=1e4)
-LLAMA_3 = functools.partial(Preset, model_type="llama", V=128256, K=128, positions=8192, theta=5e5)
+LLAMA_2 = functools.partial(preset, model_type="llama", V=32000, K=128, positions=4096, theta=1e4)
+LLAMA_3 = functools.partial(preset, model_type="llama", V=128256, K=128, positions=8192, theta=5e5)
 LLAMA_3_1 = functools.partial(LLAMA_3, positions=131072, further={"rope_scaling": LLAMA_3_1_ROPE})
 LLAMA_3_2 = functools.partial(
     LLAMA_3_1, further={"rope_scaling": LLAMA_3_1_ROPE | {"factor": 32.0}}, tied=True)
-QWEN_2_5 = functools.partial(Preset, model_type="qwen2", V=152064, K=128, positions=131072, theta=1e6)
-QWEN_3 = functools.partial(Preset, model_type="qwen3", V=151936, K=128, positions=40960, theta=1e6)
-QWEN_3_5 = functools.partial(Preset, model_type="qwen3_5_text", V=248320, K=256, positions=262144, theta=1e7)
+QWEN_2_5 = functools.partial(preset, model_type="qwen2", V=152064, K=128, positions=131072, theta=1e6)
+QWEN_3 = functools.partial(preset, model_type="qwen3", V=151936, K=128, positions=40960, theta=1e6)
+QWEN_3_5 = functools.partial(preset, model_type="qwen3_5_text", V=248320, K=256, positions=262144, theta=1e7)
 QWEN_3_5_SMALL = functools.partial(
     QWEN_3_5, layers=24, H=8, G=2, tied=True, further={"linear_num_value_heads": 16})
-# Shapes for --dry_run and --random_init, which need no download. To add a preset, copy a row.
-SHAPES = {
+# For --dry_run and --random_init, which need no download. To add a preset, copy a row.
+PRESETS = {
     "llama-2-7b": LLAMA_2("meta-llama/Llama-2-7b-hf", D=4096, F=11008, layers=32, H=32, G=32),
     "llama-2-13b": LLAMA_2("meta-llama/Llama-2-13b-hf", D=5120, F=13824, layers=40, H=40, G=40),
     "llama-2-70b": LLAMA_2("meta-llama/Llama-2-70b-hf", D=8192, F=28672, layers=80, H=64, G=8),
@@ -2371,11 +2330,10 @@ SHAPES = {
     "qwen3.5-35b-a3b": QWEN_3_5(
         "Qwen/Qwen3.5-35B-A3B", model_type="qwen3_5_moe_text", D=2048, F=1, layers=40, H=16, G=2,
         further={"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}),
-    "muse-glimmer-30b": Preset(
+    "muse-glimmer-30b": preset(
         "meta-models/Muse-Glimmer-30B", "muse_glimmer_text", V=202048, D=6656, F=19968, layers=52,
         H=32, G=2, K=128, positions=131072, theta=5e5),
 }
-PRESETS = {name: preset.config() for name, preset in SHAPES.items()}  # {name: dict as config.json}
 
 # ---------------- finding and reading a model
 
@@ -2407,11 +2365,7 @@ CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"  # its key for the base
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# {flag: (the file by which a folder is known, the weights that are downloaded)}
-FOLDERS = {
-    "model": (CONFIG, "model*.safetensors"),  # consolidated.safetensors has the same weights once more
-    "adapter": (ADAPTER_CONFIG, "adapter_model*.safetensors"),
-}
+FOLDERS = {"model": CONFIG, "adapter": ADAPTER_CONFIG}  # {flag: the file by which a folder is known}
 
 
 def result_in(name, files=(CONFIG, ADAPTER_CONFIG)):
@@ -2457,17 +2411,15 @@ class ModelFiles(NamedTuple):
     commit: str | None = None  # of the base on the Hub
 
 
-
 @contextlib.contextmanager
 def errors_of_base(model, adapter_folder):
     """Adds to an error about a base model which adapter names it, and how to give another base."""
     try:
         yield
     except ValueError as error:
-        named = read_json(adapter_folder / ADAPTER_CONFIG).get(BASE) if adapter_folder else ...
-        if named != model:
+        if not adapter_folder or read_json(adapter_folder / ADAPTER_CONFIG).get(BASE) != model:
             raise
-        raise ValueError(f"{error}; {BASE} in {adapter_folder}/{ADAPTER_CONFIG} is {quoted(named)}; with "
+        raise ValueError(f"{error}; {BASE} in {adapter_folder}/{ADAPTER_CONFIG} is {quoted(model)}; with "
                          f"another base: --adapter {adapter_folder} --model BASE") from error
 
 
@@ -2497,7 +2449,7 @@ def find_model(name, random_init, revisions=None):
 
 def folder_of(flag, name, revisions=None, with_weights=True):
     """The folder of --model or --adapter, downloaded if it is on the Hub. revisions: see tokenized()."""
-    config, weight_files = FOLDERS[flag]
+    config = FOLDERS[flag]
     folder = TINY if name == "tiny" else Path(name)
     if folder.is_file():
         what = format_of_files([name]) or f"give the folder that it is in, with its {config}"
@@ -2510,7 +2462,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
 
         wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model", "README.md"]
         if with_weights:
-            wanted.append(weight_files)
+            wanted.append(f"{flag}*.safetensors")  # consolidated.safetensors has the same weights once more
         revisions = {} if revisions is None else revisions
         fetch = functools.partial(snapshot_download, name, revision=revisions.get(name),
                                   allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"])
@@ -2525,7 +2477,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
     if (folder / config).exists():
         return folder
     found = []  # models and adapters up to two levels below it, as in the Hub's cache
-    for other, (file, _) in FOLDERS.items():
+    for other, file in FOLDERS.items():
         for levels in ("", "*/", "*/*/"):
             found += [f"--{other} {path.parent}" for path in folder.glob(levels + file)]
     what = f"give {listing(found)}" if found else format_of_files(os.listdir(folder))
@@ -2557,8 +2509,6 @@ QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
 PARTS = "", "_scale", "_scale_inv", NF4_STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 FP8_BLOCK = 128  # rows and columns that share a scale, if it is not that of a row or of the tensor
-
-
 # Qwen3.5's files stack all experts: {name: the matrices of each}. write_safetensors() makes stacks again.
 STACKS = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
@@ -2726,8 +2676,6 @@ class WeightFiles:
     def read(self, stored, start, stop):
         """Rows [start, stop) as they are stored."""
         shape = stored.stack or stored.shape
-        if start == stop:
-            start = stop = 0  # the library refuses an empty range at the end of a tensor
         try:
             entries = self.open_files[stored.path].get_slice(stored.name)
             start += stored.first_row
@@ -2794,14 +2742,7 @@ def has_two_matrices(adapter_reader, config):
     names = [PEFT_PREFIX + name for name in (embedding_in_files(config), HEAD)]
     if not config.tie_word_embeddings or not adapter_reader.tensors.keys() >= {*names}:
         return False
-    embedding, head = (adapter_reader.tensors[name] for name in names)
-    if embedding.shape != head.shape:
-        return True
-    for i in range(0, head.n_rows, 4096):
-        stop = min(i + 4096, head.n_rows)
-        if not torch.equal(*(adapter_reader.rows(name, i, stop) for name in names)):
-            return True
-    return False
+    return not torch.equal(*(whole(adapter_reader, name) for name in names))
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):
@@ -2935,17 +2876,14 @@ def open_adapter(folder):
         raise ValueError(f"{where}: modules_to_save = {quoted(modules)}, and beside adapters there is "
                          f"{listing(in_full) or 'nothing'}: expected embed_tokens and lm_head, or neither: "
                          f"{MERGE}")
-    # {key: (the flag with the same meaning, what the value may be)}
-    numbers = {
-        "r": ("lora_rank", lm.Bounds(int, 1, 4096)),
-        "lora_alpha": ("lora_alpha", lm.POSITIVE),
-        "lora_dropout": ("lora_dropout", lm.Bounds(float, 0, 0.99, 0.0)),
-        "use_rslora": ("rslora", lm.Bounds(bool, False, True, False)),
+    return reader, {
+        "lora_rank": lm.read_field(config, "r", lm.Bounds(int, 1, 4096), where),
+        "lora_alpha": lm.read_field(config, "lora_alpha", lm.POSITIVE, where),
+        "lora_dropout": lm.read_field(config, "lora_dropout", lm.Bounds(float, 0, 0.99, 0.0), where),
+        "rslora": lm.read_field(config, "use_rslora", lm.Bounds(bool, False, True, False), where),
+        "lora_targets": [target for target in lm.LORA_TARGETS if target in found],
+        "train_embeddings": bool(in_full),
     }
-    flags = {flag: lm.read_field(config, key, bounds, where) for key, (flag, bounds) in numbers.items()}
-    flags["lora_targets"] = [target for target in lm.LORA_TARGETS if target in found]
-    flags["train_embeddings"] = bool(in_full)
-    return reader, flags
 
 
 @torch.no_grad()
@@ -3002,12 +2940,7 @@ def fill_new_rows_(model, reader, new_ids, seed):
         if name not in params:
             continue  # the head of a tied pair
         out, first = nf4.local(params[name])
-        sums = torch.zeros(2, out.shape[1], dtype=torch.float64)
-        for i in range(0, n_old, 4096):  # all rows in float64 would take much memory
-            rows = reader.rows(in_files, i, min(i + 4096, n_old)).cpu().double()
-            sums += torch.stack([rows.sum(0), rows.square().sum(0)])
-        mean, mean_square = sums / n_old
-        deviation = (mean_square - mean.square()).clamp_(min=0).sqrt()
+        deviation, mean = torch.std_mean(reader.rows(in_files, 0, n_old).cpu(), 0, correction=0)
         begin = max(first, n_old)
         end = min(first + len(out), new_ids.stop if new_ids.stop <= n_stored else params[name].shape[0])
         if begin < end:
@@ -3016,7 +2949,6 @@ def fill_new_rows_(model, reader, new_ids, seed):
 
 
 # ---------------- writing a model
-
 
 def full_tensors(model, trainable_only):
     """Yields (name in files, full tensor on the CPU), one parameter in memory at a time. Collective."""
@@ -3045,16 +2977,10 @@ def save_model(tensors, layout, out, raw_config, write):
             pass
 
 
-def begin_result(out, tokenizer, base=None):
-    """Makes a result's folder with the tokenizer's files, and for a whole model those of its `base`."""
+def begin_result(out, tokenizer):
     remove(out)  # what a try before has left
     out.mkdir()
     tokenizer.save(out)
-    with writing(out, "description"):
-        # not all files: some may be another trainer's, private, or about other weights
-        for path in (*(base / name for name in PROCESSOR_FILES), *code_of(base)) if base else ():
-            if path.is_file():
-                shutil.copyfile(path, out / path.name)
 
 
 def layout_of_result(reader, config):
@@ -3135,7 +3061,7 @@ def export(args, model, reader, files, tokenizer, out, ranks):
     is_first = ranks.rank == 0
     with ranks.agree(end_run=False):  # before the first collective
         if is_first:
-            begin_result(unfinished, tokenizer, None if args.lora else files.weights)
+            begin_result(unfinished, tokenizer)
     tensors = full_tensors(model, args.lora)
     if args.lora:  # every rank goes through the tensors, which are gathered
         # embedding and head in the dtype of the base, as in a whole model
@@ -3169,7 +3095,7 @@ def merge(args, reader, adapter_reader, files, tokenizer, out):
     layout = layout_of_result(reader, lm.parse_config(files.config))
     where = f"--merge, {out}/final is complete" if (out / "final").exists() else f"--merge, {out}"
     with writing(where, "merged/"):
-        begin_result(unfinished, tokenizer, files.weights)
+        begin_result(unfinished, tokenizer)
         tensors = ((name, merged_weight(reader, name, adapter_reader, scale)) for name in layout)
         save_model(tensors, layout, unfinished, files.config, write=True)
         put_in_place(unfinished, out / "merged")

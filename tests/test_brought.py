@@ -972,7 +972,7 @@ def test_a_result_has_what_a_model_needs_and_nothing_of_others(tmp_path):
     (base / "modeling.py").write_text("import os\nfrom .parts import x\nraise SystemExit\n")
     for name in ("parts.py", "other.py", "preprocessor_config.json"):
         (base / name).write_text("{}")
-    data.begin_result(tmp_path / "out", data.Tokenizer(base), base)
+    data.begin_result(tmp_path / "out", data.Tokenizer(base))
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert not names & {*others, "other.py"}
     assert names >= {"modeling.py", "parts.py", "preprocessor_config.json", "tokenizer.json"}

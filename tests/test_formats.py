@@ -1040,7 +1040,7 @@ def test_a_result_has_one_template_for_every_reader(tmp_path):
     (base / "chat_template.json").write_text(WRITTEN["chat_template.json"](CHATML))
     own = tmp_path / "own.jinja"
     own.write_text(AGENT)
-    data.begin_result(out, data.Tokenizer(base, own), base)
+    data.begin_result(out, data.Tokenizer(base, own))
     # gguf-py and Ollama read the one in tokenizer_config.json, transformers the file
     assert (out / "chat_template.jinja").read_text() == AGENT
     assert not (out / "chat_template.json").exists()

@@ -285,11 +285,12 @@ class NoTokenizer:
         pass
 
 
-def check_result_is(tensors, folder, files, out):
+def check_result_is(tensors, folder, files, out, tokenizer=None):
     """A run that changes nothing writes the tensors of the folder that it has read, under the same names."""
     ranks = SimpleNamespace(rank=0, agree=lambda end_run: contextlib.nullcontext())
     source = data.WeightFiles(folder)
-    data.export(SimpleNamespace(lora=False, data=[]), build(folder), source, files, NoTokenizer(), out, ranks)
+    data.export(SimpleNamespace(lora=False, data=[]), build(folder), source, files, tokenizer or NoTokenizer(), out,
+                ranks)
     written = load_file(out / "final/model.safetensors")
     assert written.keys() == tensors.keys()
     for name, t in tensors.items():
@@ -333,15 +334,17 @@ def test_a_whole_result_has_all_that_describes_the_model(code, tmp_path):
     config = data.read_json(base / "config.json")
     auto_map = {"auto_map": {"AutoModel": "modeling.Other"}}
     (base / "config.json").write_text(json.dumps(config | auto_map))
+    (base / "tokenizer.json").symlink_to(data.TINY / "tokenizer.json")
     files = model_files(base)
 
-    check_result_is(tensors, base, files, tmp_path)
-    expected = described | {"config.json", "model.safetensors", "README.md"} | ({code} if code else set())
+    check_result_is(tensors, base, files, tmp_path, data.Tokenizer(base))
+    expected = described | {"config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer.json",
+                            "chat_template.jinja"}
+    expected |= {code} if code else set()
     assert {path.name for path in (tmp_path / "final").iterdir()} == expected
     # it names no code that the result does not have
     assert data.read_json(tmp_path / "final/config.json") == config | (auto_map if code else {})
 
-    (base / "tokenizer.json").symlink_to(data.TINY / "tokenizer.json")
     args = SimpleNamespace(lora_rank=1, lora_alpha=1, rslora=False)
     empty = SimpleNamespace(tensors={})  # an adapter of nothing
     data.merge(args, data.WeightFiles(base), empty, files, data.Tokenizer(base), tmp_path)
