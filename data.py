@@ -1558,7 +1558,7 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     revisions: {name on the Hub: commit} of a run that is resumed. The commits of other names are added."""
     file_type, paths = files_of(spec, {} if revisions is None else revisions)
     # its name is a hash of all that tokens depend on, data.py included: a fork may read files in another way
-    contents = [(crc_of(path), os.path.getsize(path)) for path in (__file__, *paths)]
+    contents = [sha256_of(path) for path in (__file__, *paths)]
     versions = sys.version, tokenizers.__version__, jinja2.__version__
     made_of = json.dumps([contents, file_type, held_out, columns, tokenizer.made_of, versions])
     cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "oomph"
@@ -1583,6 +1583,14 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
     except ValueError as error:
         raise ValueError(f"{spec}: {error}") from error
     return folder
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_report(folder):
