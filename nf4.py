@@ -411,7 +411,6 @@ def quantize_linears_(module, bits_of):
 
 # ---------------- a rank's rows
 
-
 def ceil_div(a, b):
     return -(-a // b)
 
@@ -446,7 +445,6 @@ def rows_of(params):
 
 
 # ---------------- random bits
-
 
 def scramble(x):
     """The project's hash: an int or an int64 tensor -> 32 well mixed bits (MurmurHash3's finalizer)."""

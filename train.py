@@ -110,7 +110,6 @@ TESTED_TORCH = 2, 15  # the newest one, see tests/private_names.py
 
 # ---------------- main
 
-
 def main(argv, progress, exits):
     """A training run from top to bottom. launch() reads `progress` after an error, and closes `exits`."""
     args = parse_args(argv)
@@ -419,7 +418,6 @@ class StopSignal:
 
 
 # ---------------- opening a model and a run
-
 
 class OpenedModel(NamedTuple):
     """What --model and --adapter stand for. A plan needs no more than open_config() knows."""
@@ -779,7 +777,6 @@ def keep_freed_memory(on):
 
 # ---------------- building a model, a step
 
-
 class Trainer(NamedTuple):
     """A model that is ready to train, and all that updates it."""
 
@@ -865,7 +862,6 @@ def train_step(trainer, batches, n_terms):
 
 
 # ---------------- the loss of a batch, evaluation
-
 
 def loss_of(model, b, args):
     """-> (summed loss of a batch, {name: sum of a metric}), on the device, with the same names each time."""
@@ -1357,7 +1353,6 @@ def aligned(n_bytes):
 
 # ---------------- optimizers, learning rate
 
-
 def groups_of(named, weight_decay, embedding_lr):
     """Parameter groups: matrices, vectors, and the vocabulary under adapters, at a rate of its own."""
     in_full = () if embedding_lr is None else (data.EMBEDDING, data.HEAD)  # beside adapters
@@ -1478,7 +1473,6 @@ class StepInBackward:
 
 
 # ---------------- the log, trackers, traces
-
 
 def memory_gib(device):
     """Peaks of a GPU since the last call: (allocated, reserved). On a CPU: (resident memory, None)."""
@@ -1785,7 +1779,6 @@ def tracer(profile, snapshot, out, ranks):
 
 # ---------------- what a start prints
 
-
 def print_start(argv, run, model, new_ids, policy, ranks):
     """Prints what the flags, the plan and the device make of this run, and the flags as they were typed."""
     args = run.args
@@ -1854,7 +1847,6 @@ def brief(text, n=300):
 
 
 # ---------------- samples and chats
-
 
 class Sample:
     """The model's answers to --sample, with random numbers of their own: they change no bit of a run. Rank 0
@@ -1989,7 +1981,6 @@ def print_answer(tokenizer, tokens):
 
 # ---------------- numbers that are not finite
 
-
 class NonFinite:
     """Keeps inf and nan out of the weights, and scales the loss of --precision fp16 (arXiv:1710.03740). It
     follows torch.amp.GradScaler, but stays on the device, so no step waits for the host.
@@ -2102,7 +2093,6 @@ def end_not_finite(trainer, loader, step):
 
 
 # ---------------- the end of a run, the result
-
 
 def end_if_stopped(save, saver, state, stop, ranks):
     """Saves and ends the run, by SystemExit, if a signal has reached any rank. Collective."""
@@ -2606,7 +2596,6 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
 
 
 # ---------------- flags
-
 
 def number(value_type, zero_too=False, below=1e12, words=()):
     """-> an argparse type: a number above 0 (zero_too: or 0) and below `below`, or one of these words."""
@@ -3154,7 +3143,6 @@ def planned_bytes(run, policy):
 
 # ---- a step on the meta device
 
-
 class Phase(NamedTuple):
     """What a step does between two calls of Watch.begin()."""
 
@@ -3314,7 +3302,6 @@ class Watch:
 
 # ---- the step of all blocks, from a trace of few
 
-
 def extrapolate(run, policy):
     """-> Trace of a step of all blocks, from one of few blocks for each kind of block in the policy: some at
     the bottom, a period that repeats, and some at the top. If it does not repeat, all blocks are traced."""
@@ -3430,7 +3417,6 @@ def joined(few, blocks, traced_as):
 
 
 # ---- the time of a step
-
 
 class Card(NamedTuple):
     """A GPU, by its datasheet."""
@@ -3611,7 +3597,6 @@ def describe_time(run, policy, name, steps, length):
 
 # ---- ranks that are not there
 
-
 @contextlib.contextmanager
 def on_paper(run):
     """lm.on_paper(), with a group of ranks that are not there if the run has several ranks or FSDP2."""
@@ -3716,7 +3701,6 @@ def batch_on_paper(args, length):
 
 
 # ---- what blocks keep: as asked, or as fits
-
 
 class Kept(NamedTuple):
     """What a block keeps from its forward to its backward, and where its weights are."""
@@ -3850,7 +3834,6 @@ def choices_for(run):
 
 # ---- advice: flags that make a run fit
 
-
 def ladder_of(run):
     """-> flags that may lower the peak, as they are typed after the command line, those that cost the least
     time first (tests/LOG.md). What the user has switched off stays off, except --chunked_ce, and a step keeps
@@ -3936,7 +3919,6 @@ def advise(run, room):
 
 
 # ---- the plan, printed
-
 
 def peak_of(phases):
     """(title of the phase with the highest peak, its bytes)."""
@@ -4033,7 +4015,6 @@ def mean_length(loader):
 
 
 # ---------------- the exit code
-
 
 def lost_another_rank(error):
     """Whether gloo or NCCL report that another rank is gone, or does not come."""
