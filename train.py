@@ -1185,8 +1185,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         return super().__exit__(*error)
 
     def after_mixer(self, mixer, inputs, out):
-        """Makes the mixer's backward bring back the input of the block below: that of the MLP has freed its
-        memory by then."""
+        """Brings back the input of the block below in the mixer's backward: the MLP's memory is free then."""
         parked = self.below
         self.below = None  # so a recomputation's call does nothing, nor do those for other groups of heads
         if parked is not None and out.requires_grad:
@@ -2210,8 +2209,8 @@ def merge_result(args, exits):
 STATE = "trainer_state.json"  # a folder without it is not a checkpoint
 OURS = {"written_by": "oomph"}  # in args.json: a folder without it is not a run's
 REMOVE = "remove this checkpoint to continue from an older one"
-STATE_KEYS = {"step", "steps", "tokens", "rows_a_step", "evaluated", "best_eval", "eval_data", "metrics_bytes",
-              "settings", "files"}
+STATE_KEYS = {"step", "steps", "tokens", "rows_a_step", "evaluated", "best_eval", "eval_data",
+              "metrics_bytes", "settings", "files"}
 
 
 def step_of(checkpoint):
@@ -2462,8 +2461,7 @@ def write_rows(path, rows_of):
 
 
 def load_checkpoint(folder, files, tensors, weights_only=False):
-    """Fills this rank's rows of `tensors` from `files` of any number of ranks. weights_only: ignore all other
-    tensors of the files."""
+    """Fills this rank's rows of `tensors` from files of any number of ranks. weights_only: and no others."""
     # Every rank looks at all keys, so all find the same rows missing and none trains on alone.
     n_missing = {name: math.prod(tensor.shape[:1]) for name, tensor in tensors.items()}  # rows
     for file in sorted(files):
@@ -3267,8 +3265,7 @@ class Watch:
             trainer.optimizer.step = functools.partial(self.update, trainer.optimizer.step)
 
     def add_hooks(self, begins_at, ends_at, *phase):
-        """A phase lasts from the call of one module to the result of another one, or of the same. Hooks come
-        before FSDP2's, so that what FSDP2 gathers for a module counts as the module's."""
+        """A phase lasts from the call of one module to the result of another one, or of the same."""
 
         def before(*_):
             if phase[0] == "embedding":
@@ -3279,6 +3276,7 @@ class Watch:
             if x.requires_grad:
                 x.register_hook(lambda _: self.begin("backward", *phase))
 
+        # before FSDP2's hooks: what FSDP2 gathers for a module counts as the module's
         begins_at.register_forward_pre_hook(before, prepend=True)
         ends_at.register_forward_hook(after, prepend=True)
 
@@ -3746,8 +3744,7 @@ def policy_of(n_layers, n_recomputed, n_weights_kept=0, n_attention_kept=0, n_re
 
 
 def blocks_as_asked(run):
-    """-> BlockPolicy by --activation_checkpointing and --resident_blocks. auto is the least memory:
-    all blocks are recomputed, and none is resident."""
+    """-> BlockPolicy by the flags, where auto is the least memory: all recomputed, and none resident."""
     n_layers = run.config.num_hidden_layers
     asked, resident = run.args.activation_checkpointing, run.args.resident_blocks
     n_recomputed = {"all": n_layers, "auto": n_layers}.get(asked, asked)
@@ -3796,8 +3793,7 @@ def choose_blocks(run, room):
 
 
 def choices_for(run):
-    """-> [arguments of policy_of()] that the flags leave open, the fastest first. Each needs at most the
-    memory of the one before."""
+    """-> [arguments of policy_of()] that the flags leave open, the fastest and largest first."""
     args = run.args
     n_layers = run.config.num_hidden_layers
     asked = blocks_as_asked(run)
@@ -3927,8 +3923,8 @@ def peak_of(phases):
 
 
 def describe_plan(run, policy, room):
-    """Yields lines: the plan as a table, whether it fits into `room` bytes (infinite: not known), and which
-    flags would make it fit; of a run that needs less than 60 % of the room, one line."""
+    """Yields lines: the plan as a table, whether it fits into `room` bytes, and what would make it fit. Of a
+    run that needs less than 60 % of the room, one line."""
     phases, host = plan(run, policy)
     name, peak = peak_of(phases)
     need = peak + OVERHEAD
