@@ -23,6 +23,7 @@ SCRIPTS = [
     "bench_speed.py --shape nano --rounds 1 --methods lora qlora --arms oomph --fp32",
     "by_card.py --copies",
     "count_launches.py llama-3.1-8b --lora",
+    f"count_operators.py {HERE.parent} --lora --seq_len 128",
     "check_flags.py --minutes 0.01",
     "check_flags.py --plan --minutes 0.01",
     # these need packages that the project does not, and are skipped without them
