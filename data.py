@@ -85,16 +85,13 @@ def say(text="", end="\n", to_stderr=False):
 say_once = functools.cache(say)
 
 
-def first_names(names, most):
-    """At most `most` of these names, safe to print, and how many more there are."""
+def listing(names, most=5):
+    """At most `most` of these names, sorted and safe to print, and how many more there are."""
+    names = sorted(names)
     text = ", ".join(name[:200] for name in names[:most])  # a damaged file may have endless names
     if len(names) > most:
         text += f" and {len(names) - most} more"
     return printable(text)
-
-
-def listing(names):
-    return first_names(sorted(names), 5)
 
 
 def count_of(n, noun):
@@ -1072,7 +1069,7 @@ def format_of(example, columns):
         if needs <= example.keys():
             return form
     raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got the keys "
-                     f"{first_names(list(example), 20) or '(none)'}: --columns COLUMN=KEY renames them. "
+                     f"{listing(example, 20) or '(none)'}: --columns COLUMN=KEY renames them. "
                      "A message has 'role' and 'content', or 'from' and 'value'")
 
 
@@ -1153,7 +1150,7 @@ def question_in(example, is_conversation):
                       if key not in OF_CHATS | {"label"} and '"' in json.dumps(value, default=str)]
     if names:
         name = names[0] if len(names) == 1 else "NAME"
-        raise ValueError(f"no prompt, but {first_names(names, 5)}: --columns {name}=prompt has to say which "
+        raise ValueError(f"no prompt, but {listing(names)}: --columns {name}=prompt has to say which "
                          "is the question, and keys that are none have to go")
     if is_conversation:
         raise ValueError("no prompt: expected 'prompt', or answers that both begin with the user's question")
@@ -1763,7 +1760,7 @@ def arrow_files(name, revision):
             if isinstance(data_set, datasets.DatasetDict):
                 split = split or "train"
                 if split not in data_set:
-                    raise ValueError(f"no split {split}, but {first_names(list(data_set), 20)}")
+                    raise ValueError(f"no split {split}, but {listing(data_set, 20)}")
                 data_set = data_set[split]
         else:
             parts = HUB_NAME.fullmatch(name)

@@ -302,7 +302,7 @@ def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
     ({"messages": QUESTION + GOOD}, "--dpo needs rows with 'chosen' and 'rejected'"),
     # without their questions answers would be trained on for themselves
     ({"question": "q", "instruction": "r", "chosen": "a", "rejected": "b"},
-     "no prompt, but question, instruction: --columns NAME=prompt has to say which is the question"),
+     "no prompt, but instruction, question: --columns NAME=prompt has to say which is the question"),
     ({"question": "q", "response_j": "a", "response_k": "b"},
      "got the keys question, response_j, response_k: --columns COLUMN=KEY"),
     ({"prompt": "another", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
@@ -335,7 +335,7 @@ ANSWERS = [
 def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_given(
         pairs, tmp_path, name, question, answers):
     row = {"id": 7, "source": "web", name: question, **answers}
-    words = f"no prompt, but .*{name}: --columns .*=prompt has to say which is the question"
+    words = f"no prompt, but .*{name}.*: --columns .*=prompt has to say which is the question"
     with pytest.raises(ValueError, match=words):
         data.parse_example(row, pairs)
     report = data.FileReport()

@@ -761,7 +761,7 @@ BAD_LINES = {  # name: (the line, or its row, and a pattern of what is said of i
     "preferences": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "these need --dpo"),
     "question-answer": (
         {"question": "q", "answer": "a"},
-        "got the keys question, answer: --columns COLUMN=KEY renames them. A message has 'role' and"),
+        "got the keys answer, question: --columns COLUMN=KEY renames them. A message has 'role' and"),
     "no-value": ({"text": None, "url": "u"}, "got the keys url: --columns"),
     "no-such-keys": ({"a": 1, "b": None, "c": 2}, "expected an object with .* or text; got the keys a, c: --col"),
     "no-object": (["question", "q"], "expected an object with .* got .*question"),
