@@ -494,9 +494,8 @@ def templates_in(folder):
     for name in ("chat_template.json", "tokenizer_config.json"):
         found = read_json(folder / name, optional=True).get("chat_template")
         if isinstance(found, list):  # several with names, such as "tool_use" and "rag"
-            given = [one for one in found if isinstance(one, dict)]
-            return name, {"default": None} | {
-                key: one.get("template") for key in files for one in given if one.get("name") == key}
+            named = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}
+            return name, {"default": None} | {key: named[key] for key in files if key in named}
         if found is not None:
             return name, {"default": found}
     return None, {}
