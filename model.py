@@ -1,15 +1,13 @@
-"""The decoder of Llama, Muse Glimmer, Mistral, Granite, SmolLM3, Qwen and others like them, dense and MoE,
-its loss, and what a trainer does to it.
+"""The decoder of Llama, Qwen, Mistral and others, dense and MoE, its loss, and what a trainer does to it.
 
-Modules carry Hugging Face's parameter names, so weights need no mapping table. Every family is Llama 2 with
-the traits that FAMILIES lists.
+Every family is Llama 2 with the traits that FAMILIES lists. Parameters have Hugging Face's names.
 
 Two tensors are never materialized. Attention scores (T*T per head): the kernels work document by document.
 Logits (8,192 x 128,256 x 4 bytes = 3.9 GiB): the loss overwrites them with their gradient in the forward,
 chunk by chunk (Liger, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009).
 
-Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model. This file needs torch
-and nf4.py: copy the two to use them elsewhere.
+Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model. To use the model
+elsewhere, copy this file and nf4.py.
 
 Shapes are in the names:
 
@@ -41,7 +39,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import nf4
@@ -198,13 +195,6 @@ class Config:
         return self.rope_scaling.get("original_max_position_embeddings", self.max_position_embeddings)
 
     @property
-    def mlp_size(self):
-        """Numbers a token between up_proj and down_proj, of all k experts."""
-        if self.num_experts:
-            return self.num_experts_per_tok * self.moe_intermediate_size
-        return self.intermediate_size
-
-    @property
     def value_size(self):
         """Numbers a token that out_proj of a Gated DeltaNet reads, Y."""
         return self.linear_num_value_heads * self.linear_key_head_dim
@@ -243,7 +233,7 @@ class Linear(nn.Linear):
 
 
 def rope_table(positions_BT, config):
-    """-> (cos, sin) for q and (cos, sin) for k, each [B, T, 1 for heads, rope_size/2]."""
+    """-> cos and sin for q, cos and sin for k, each [B, T, 1 for heads, rope_size/2]."""
     scaling = config.rope_scaling  # `dynamic` differs from `default` only beyond max_position_embeddings
     even_numbers = torch.arange(0, config.rope_size, 2, device=positions_BT.device)
     # radians a token: from 1 for the first pair to almost 1 / theta for the last
@@ -258,22 +248,20 @@ def rope_table(positions_BT, config):
         n_rotations = config.n_pretrained_positions / wavelength
         blend = ((n_rotations - low) / (high - low)).clamp(0, 1)
         freq = blend * freq + (1 - blend) * freq / scaling["factor"]
+    attention_factor = 1.0
     if scaling["rope_type"] == "yarn":
         freq = yarn_frequencies(freq, config)
+        attention_factor = yarn_attention_factor(scaling)
     # float32: in bf16 angles are wrong beyond a few hundred tokens
     angle = positions_BT.float()[..., None, None] * freq
-    cos = angle.cos()
-    sin = angle.sin()
-    if scaling["rope_type"] == "yarn":
-        attention_factor = yarn_attention_factor(scaling)
-        cos = cos * attention_factor
-        sin = sin * attention_factor
+    cos = angle.cos() * attention_factor
+    sin = angle.sin() * attention_factor
     if not config.family.growing_q:
-        return (cos, sin), (cos, sin)
+        return cos, sin, cos, sin
     # as in Llama 4, a query that sees more keys is longer, so that its softmax stays as sharp
     n_lengths = positions_BT[..., None, None] // config.n_pretrained_positions
     growth = 1 + scaling.get("llama_4_scaling_beta", 0) * torch.log1p(n_lengths.float())
-    return (cos * growth, sin * growth), (cos, sin)
+    return cos * growth, sin * growth, cos, sin
 
 
 def yarn_frequencies(freq, config):
@@ -312,9 +300,8 @@ def yarn_attention_factor(scaling):
     return growth(1)
 
 
-def rotate(q_BTHK, cos_sin):
+def rotate(q_BTHK, cos, sin):
     """Rotates element i of a head with element i + K/2 (arXiv:2104.09864 pairs neighbours)."""
-    cos, sin = cos_sin
     # float32 until the end: the differences below would otherwise be taken of products rounded to 8 bits
     rotated, rest = q_BTHK.float().tensor_split((2 * cos.shape[-1],), -1)  # `rest` has no angles
     a, b = rotated.chunk(2, -1)
@@ -397,9 +384,9 @@ class Attention(nn.Module):
         if self.q_factor != 1:
             q_BTHK = q_BTHK * self.q_factor
         if self.has_rope:
-            q_cos_sin, k_cos_sin = rope
-            q_BTHK = rotate(q_BTHK, q_cos_sin)
-            k_BTGK = rotate(k_BTGK, k_cos_sin)
+            q_cos, q_sin, k_cos, k_sin = rope
+            q_BTHK = rotate(q_BTHK, q_cos, q_sin)
+            k_BTGK = rotate(k_BTGK, k_cos, k_sin)
         return q_BTHK, k_BTGK, v_BTGK, gate_BTHK
 
     def forward(self, q_BTHK, k_BTGK, v_BTGK, gate_BTHK, spans, cache, group, record=None):
@@ -439,13 +426,11 @@ def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
         a new token after a cache                   the same: it sees all keys
         else                                        a call of sdpa() for each document
 
-    The last way is for packed rows in float32, and for all of them on a card older than Ampere. It costs some
-    launches a document and a copy of the outputs. One call with a mask of documents would need T*T numbers,
-    and 16 times the time of documents of T/16."""
+    The last way is for packed rows in float32 or on a card older than Ampere. It launches kernels for each
+    document and copies the outputs, but one call with a mask would need T*T numbers."""
     B, T, H, K = q_BTHK.shape
     has_cache = k_BTGK.shape[1] > T
     q, k, v = (t.flatten(0, 1) for t in (q_BTHK, k_BTGK, v_BTGK))  # the rows as one long row
-    has_flash = runs_flash_attention(q)
     if k.shape[1] != H and not shares_key_heads(q):
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     bounds = spans.bounds
@@ -455,7 +440,7 @@ def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
         longest = spans.pairs[0][1]  # the first one begins at 0
     if are_equal and window < longest:  # for one call of FlashAttention: sdpa() would cut them into windows
         bounds = torch.arange(0, len(q) + 1, longest, dtype=torch.int32, device=q.device)
-    if bounds is not None and has_flash:
+    if bounds is not None and runs_flash_attention(q):
         # how many earlier tokens a token sees, where -1 is all; and no later ones
         n_seen = window - 1 if window < longest else -1
         out = flash_attention()(q, k, v, bounds, bounds, longest, longest, window_size=(n_seen, 0))
@@ -746,11 +731,10 @@ class GatedDeltaNet(nn.Module):
     """The mixer of a linear_attention block, in the parts that Attention has: qkv(), forward() and o_proj.
 
     forward() runs a segment of tokens at a time and recomputes it in the backward. It saves the results of
-    qkv(), (2*X + 2*Y + 12*H) bytes a token in bf16, and the state before each segment, 4*H*K*P bytes. With
-    --sequence_parallel a rank mixes all tokens for its share of the heads, see attend_across_ranks().
+    qkv(), (2*X + 2*Y + 12*H) bytes a token in bf16, and the state before each segment, 4*H*K*P bytes.
 
     Set from outside: segment, in tokens (wrap_blocks_ in train.py: long ones are fast on a GPU),
-    is_recomputed (recompute_blocks_), before_scan and after_scan (compile_)."""
+    is_recomputed (recompute_), before_scan and after_scan (compile_)."""
 
     def __init__(self, c):
         super().__init__()
@@ -874,31 +858,24 @@ class MLP(nn.Module):
         return self.down_proj(gated, row_stops)
 
 
-class ToExperts(torch.autograd.Function):
-    """x_ND -> a row for each of a token's k experts, sorted by expert. tokens: each row's token; rows_Nk:
-    each token's rows. Autograd's own backward would add atomically on a GPU, with other bits in each run."""
+def take_rows(x, numbers):
+    """The rows of x with these numbers; if there are k numbers for a row, [N, k], the sum of these k rows."""
+    rows = x[numbers]
+    return rows if numbers.dim() == 1 else rows.sum(1)
+
+
+class MoveRows(torch.autograd.Function):
+    """take_rows(x, there): a row for each of a token's k experts, or the way back. Autograd's own backward
+    would add atomically on a GPU, with other bits in each run."""
 
     @staticmethod
-    def forward(ctx, x_ND, tokens, rows_Nk):
-        ctx.rows_Nk = rows_Nk  # if it were saved, a recomputation would run up to the last product for it
-        return x_ND[tokens]
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad[ctx.rows_Nk].sum(1), None, None
-
-
-class FromExperts(torch.autograd.Function):
-    """The way back: sums the rows of each token -> [N, D]."""
-
-    @staticmethod
-    def forward(ctx, by_expert, tokens, rows_Nk):
-        ctx.tokens = tokens
-        return by_expert[rows_Nk].sum(1)
+    def forward(ctx, x, there, back):
+        ctx.back = back  # if it were saved, a recomputation would run up to the last product for it
+        return take_rows(x, there)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad[ctx.tokens], None, None
+        return take_rows(grad, ctx.back), None, None
 
 
 def fills_rows(h):
@@ -907,9 +884,8 @@ def fills_rows(h):
 
 
 class MoE(nn.Module):
-    """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest router probabilities. In
-    Qwen3.5 one more expert sees all tokens. A stack of experts is one matrix of E * F rows, ordinary to NF4,
-    FSDP2 and LoRA. Nothing balances the load of the experts.
+    """The MLP of Qwen3-MoE: each token goes to the k of E experts with the highest router probabilities. A
+    stack of experts is one matrix of E * F rows, ordinary to NF4, FSDP2 and LoRA. Nothing balances the load.
 
     Set from outside: start_experts (compile_)."""
 
@@ -929,12 +905,13 @@ class MoE(nn.Module):
         return h  # start_experts() is compiled by itself, see compile_()
 
     def finish(self, h):
-        started, shared, route, row_stops = self.start_experts(h)
-        out = FromExperts.apply(self.experts.finish(started, row_stops), *route).view_as(h)
+        started, shared, (tokens, rows_Nk), row_stops = self.start_experts(h)
+        out = MoveRows.apply(self.experts.finish(started, row_stops), rows_Nk, tokens).view_as(h)
         return out + shared if self.has_shared else out
 
     def start_experts(self, h):
-        """-> input of the experts' last product, the shared expert's output or None, route, row_stops."""
+        """-> input of the experts' last product, sorted by expert, the shared expert's output or None, the
+        route (the token of each row, the k rows of each token), and row_stops."""
         shared = None
         if self.has_shared:
             shared = self.shared_expert.finish(self.shared_expert.start(h))
@@ -957,7 +934,7 @@ class MoE(nn.Module):
             tokens = tokens.clamp_max(len(h_ND) - 1)  # rows that only fill up are copies of the last token
             probs = F.pad(probs, (0, len(order) - len(probs)))
         route = tokens, rows.view(chosen_Nk.shape)
-        started = self.experts.start(ToExperts.apply(h_ND, *route), row_stops)
+        started = self.experts.start(MoveRows.apply(h_ND, *route), row_stops)
         # before the last product, so that the recomputation of a block can end here
         return started * probs.index_select(0, order)[:, None].to(h.dtype), shared, route, row_stops
 
@@ -982,19 +959,17 @@ class Block(nn.Module):
         h = post_attention_layernorm(x)
         x = x + down_proj(silu(gate_proj(h)) * up_proj(h))
 
-    The code cuts these lines elsewhere:
+    The code cuts these lines elsewhere, so that --compile compiles qkv() and start_mlp() once for all blocks
+    and packed rows:
 
         qkv()               input_layernorm and the projections of the mixer
-        mixer.forward()     tokens see each other
-        o_proj_and_mlp()    the rest: start_mlp(), which is o_proj, the first sum, the norm, gate_proj and
-                            up_proj; then down_proj and the second sum
-
-    Only mixer.forward() depends on where the documents lie. So --compile compiles qkv() and start_mlp(), each
-    once for all blocks and all packed rows. The recomputation of a block ends before down_proj, where a
-    compiled graph would run to its end.
+        mixer.forward()     tokens see each other, which depends on where documents lie
+        start_mlp()         o_proj, the first sum, the norm, gate_proj and up_proj
+        mlp.finish()        down_proj. The recomputation of a block ends before it, and a compiled graph
+                            would run to its end
 
     Set from outside: qkv and start_mlp (compile_), n_groups (tile_mlp_), forward (tile_mlp_,
-    recompute_blocks_, fully_shard)."""
+    recompute_, fully_shard)."""
 
     n_groups = 1  # of key heads, see forward_in_tiles()
 
@@ -1022,7 +997,7 @@ class Block(nn.Module):
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
     def forward(self, x, rope, spans, cache=None, group=None, records=(None,)):
-        """x [B, T, D] -> [B, T, D], the four lines above. records: see call_recomputed()."""
+        """records: see call_recomputed()."""
         mixed = self.mixer(*self.qkv(x, rope), spans, cache, group, records[0])
         return self.o_proj_and_mlp(x, mixed)
 
@@ -1312,8 +1287,6 @@ SEEDS = itertools.count()  # one for each answer, the same on every rank
 
 
 @torch.no_grad()
-# without cuDNN, which makes a plan for each new length
-@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def next_logits(model, tokens, device, cache):
     """[V] float32 on the CPU: the logits after a list of token ids, which are added to the cache."""
     return model(torch.tensor([tokens], device=device), cache=cache)[0, -1].cpu()
@@ -1406,9 +1379,7 @@ class LoRANF4Linear(LoRA, nf4.NF4Linear):
 
 def lora_scale(rank, alpha, rslora):
     """rsLoRA (arXiv:2312.03732) divides by the root: a large rank updates no less than a small one."""
-    if rslora:
-        return alpha / math.sqrt(rank)
-    return alpha / rank
+    return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def add_lora_(model, rank, scale, dropout, targets):
@@ -1433,7 +1404,7 @@ def switch_adapters_(model, on):
 
 # ---------------- precision, compile, tiles, recomputed blocks
 # Each of these edits a finished model. After on_meta, build() in train.py calls compile_, tile_mlp_,
-# recompute_blocks_ and fully_shard, from the inside out: each wraps what is there.
+# recompute_ and fully_shard, from the inside out: each wraps what is there.
 
 
 def set_precision_(model, precision):
@@ -1519,13 +1490,11 @@ class SaveNow(torch.autograd.Function):
 
 
 class Tiles:
-    """A call of a function in tiles of `size` tokens. Its inputs [B, T, ...] are saved once, whole:
+    """A call of a function in tiles of `size` tokens. The backward runs each tile again, then its backward.
 
-        forward     save the inputs; run tile 1, tile 2, ... tile n
-        backward    read the inputs; run tile n again, then its backward; ... the same for tile 1
-
-    In a recomputed block the first read starts the recomputation, which ends where the last call in tiles
-    saves its inputs. If each tile saved its own, these would run there, too: a third time."""
+    The inputs [B, T, ...] are saved once, whole. In a recomputed block the first read of them starts the
+    recomputation, which ends where the last call in tiles saves its inputs. If each tile saved its own, the
+    recomputation would run all tiles, too: a third time."""
 
     def __init__(self, function, size, *inputs):
         self.function = function
@@ -1564,20 +1533,16 @@ def run_in_tiles(size, has_dropout, function, *inputs):
 
 
 def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, records=None):
-    """Block.forward() by --tiled_mlp. What stands before and after the mixer runs in tiles of tokens, and
-    attention for one group of key heads, with their query heads, at a time:
-
-        forward     tiles of qkv(); attention of group 1, group 2, ... group n; tiles of o_proj_and_mlp()
-        backward    tiles of o_proj_and_mlp(); attention of group n, ... group 1; tiles of qkv()
+    """Block.forward() by --tiled_mlp: tiles of qkv(), then attention for one group of key heads, with their
+    query heads, at a time, then tiles of o_proj_and_mlp(). A single group runs with a whole qkv().
 
     So one group at a time has what the kernel's backward adds: dq in float32, dk and dv of each query head, 4
-    values for one of q. A single group runs with a whole qkv()."""
+    values for one of q."""
     n_groups = block.n_groups
     records = records or [None] * n_groups
 
     def start(x_ND, *rope_N):
-        q_cos, q_sin, k_cos, k_sin = (t[None] for t in rope_N)
-        qkv = block.qkv(x_ND[None], ((q_cos, q_sin), (k_cos, k_sin)))
+        qkv = block.qkv(x_ND[None], tuple(t[None] for t in rope_N))
         return [part[0] for t in qkv if t is not None for part in t.chunk(n_groups, 2)]
 
     def finish(x_ND, *mixed_N):
@@ -1586,7 +1551,7 @@ def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, re
     if cache is not None or n_groups == 1:
         mixed = [block.mixer(*block.qkv(x, rope), spans, cache, group, records[0])]
     else:
-        parts = in_tiles(start, x, *rope[0], *rope[1])
+        parts = in_tiles(start, x, *rope)
         # q of all groups, then k, v, and gates if there are any
         groups = [parts[i::n_groups] for i in range(n_groups)]
         del parts
@@ -1624,11 +1589,9 @@ class AttentionRecord:
 
 class RunOnce(torch.autograd.Function):
     """Runs function(*inputs), which is attention, in the forward of a recomputed block, and not again in the
-    recomputation. The output stays in memory, the inputs q, k and v do not, because the recomputation makes
-    them in any case:
+    recomputation. The output stays in memory, the inputs q, k and v do not:
 
-        forward          copy q, k, v to record.inputs; run function() on the copies, which builds a graph of
-                         its own; free the memory of the copies
+        forward          run function() on copies of q, k, v, with a graph of its own; free their memory
         recomputation    give the copies memory again, with the new q, k, v in it; return record.out
         backward         go through function()'s graph
 
@@ -1639,7 +1602,7 @@ class RunOnce(torch.autograd.Function):
         ctx.record = record
         if record.out is None:
             # copies, because q, k and v may be views
-            record.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+            record.inputs = [t.detach().clone().requires_grad_() for t in inputs]
             # the recomputed block around it drops what its parts save
             with torch.enable_grad(), saving_as_usual():
                 record.out = function(*record.inputs)
@@ -1659,24 +1622,16 @@ class RunOnce(torch.autograd.Function):
         # the checkpoint has `record` for longer, so what is in it would stay in memory
         ctx.record.inputs = ()
         ctx.record.out = None
-        wanted = [t for t in inputs if t.requires_grad]
-        grads = iter(torch.autograd.grad(out, wanted, grad))
-        return None, None, *(next(grads) if t.requires_grad else None for t in inputs)
+        return None, None, *torch.autograd.grad(out, inputs, grad)
 
 
-def recompute_blocks_(model, n_blocks=None, n_attention_kept=0):
-    """Stores only the inputs of the first blocks, 2*D bytes a token instead of about 34*D (43*D without
-    --compile), and recomputes the rest in the backward, at most a third more FLOP (arXiv:1604.06174). The
-    last n_attention_kept of them keep attention's output as well."""
-    # the first ones: what the others keep is free when the backward gets to them
-    blocks = model.model.layers[:n_blocks]
-    has_dropout = model.dropout > 0
-    for i, block in enumerate(blocks):
-        keeps_attention = i >= len(blocks) - n_attention_kept
-        block.forward = functools.partial(call_recomputed, block, block.forward, keeps_attention, has_dropout)
-        if isinstance(block.mixer, GatedDeltaNet):
-            block.mixer.is_recomputed = True
-        keep_weights_(block)
+def recompute_(block, keeps_attention=False, has_dropout=False):
+    """Stores only the input of a block, 2*D bytes a token instead of about 34*D (43*D without --compile), and
+    recomputes the rest in the backward, at most a third more FLOP (arXiv:1604.06174)."""
+    block.forward = functools.partial(call_recomputed, block, block.forward, keeps_attention, has_dropout)
+    if isinstance(block.mixer, GatedDeltaNet):
+        block.mixer.is_recomputed = True
+    keep_weights_(block)
 
 
 def call_recomputed(block, forward, keeps_attention, has_dropout, *args):
@@ -1705,7 +1660,7 @@ def reshard_(model):
 
 
 def mixer_weights(c, layer_type):
-    """How many weights the projections of a mixer have."""
+    """The number of weights of a mixer's projections."""
     if layer_type == "linear_attention":
         return c.hidden_size * (c.conv_size + 2 * c.value_size)
     n_square = 3 if c.family.gate else 2  # q, o and the gate
@@ -1731,8 +1686,10 @@ def step_flops(c, counts, is_frozen, has_reference=False, trains_head=False):
     squares = n_full * counts.squares
     # a bound: in a window, a document has up to window**2 fewer
     squares += n_sliding * min(counts.squares, 2 * c.sliding_window * counts.tokens)
+    # numbers a token between up_proj and down_proj
+    mlp_size = c.num_experts_per_tok * c.moe_intermediate_size if c.num_experts else c.intermediate_size
     # three weights of the MLP or of k experts, three of the shared one, the router
-    mlp = c.hidden_size * (3 * c.mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
+    mlp = c.hidden_size * (3 * mlp_size + 3 * c.shared_expert_intermediate_size + c.num_experts)
     blocks = sum(mixer_weights(c, layer_type) + mlp for layer_type in c.layer_types)
     # the head sees only supervised tokens, and the embedding is a look-up
     head = c.hidden_size * c.vocab_size * counts.targets
@@ -2338,7 +2295,6 @@ def replaced(calls):
 
 
 # ---------------- reading a config.json
-
 
 # what transformers takes where a file of the family does not have a key
 IMPLIED = {

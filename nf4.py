@@ -8,15 +8,13 @@ stored as two float32.
 
     bits per weight = 4 + 8/64 + 64/D = 4.14 at D = 4096    error: 0.092 of the weight's RMS on normal weights
 
-The codes are those of bitsandbytes, bit for bit: an adapter is trained on exactly the weights that its users
-get when they load the base in 4 bits. Scales of the least error (0.085) train no better (tests/LOG.md). NF5
-has 32 levels, 5.14 bits, an error of 0.043.
+The codes are those of bitsandbytes, bit for bit, so an adapter is trained on the weights that its users get
+when they load the base in 4 bits. NF5 has 32 levels, 5.14 bits, an error of 0.043.
 
 Why logarithmic: outlier columns spread the scales over decades, and equal steps of ln(scale) bound the
 relative error of each. Why row by row: FSDP2 shards dim 0, so a rank reads and quantizes its own rows only,
 and the bytes do not depend on the world size. Why uint8: MixedPrecisionPolicy casts every floating parameter,
-so a float32 scale would arrive in bf16 after the all-gather (accelerate #3983, bitsandbytes #1945). Cost:
-each weight is dequantized twice a step.
+so a float32 scale would arrive in bf16 after the all-gather (accelerate #3983, bitsandbytes #1945).
 
 The 8-bit AdamW stores its moments as 8-bit floats in blocks of 256 along a row (blocks as in
 arXiv:2110.02861): 2 + 8/256 bytes of state per parameter instead of 8. v decays by 0.1 % per step, far less
@@ -91,16 +89,12 @@ def quantize(w_ND, bits, name="weight"):
     return codes_NP, scales_NQ
 
 
-def midpoints(bits):
-    """Where the nearest level changes, between each two neighbours."""
-    codebook = CODEBOOKS[bits]
-    return [(low + high) / 2 for low, high in itertools.pairwise(codebook)]
-
-
 @functools.cache
 def midpoints_of_cells(device, bits):
-    """For cells of 1/16, or in 5 bits 1/32, in -1 ... 1: how many midpoints lie below, and the next one."""
-    borders = torch.tensor([*midpoints(bits), math.inf], device="cpu")
+    """For cells of 1/16, or in 5 bits 1/32, in -1 ... 1: how many midpoints lie below, and the next one.
+    A midpoint lies between two neighbouring levels: there the nearest level changes."""
+    midpoints = [(low + high) / 2 for low, high in itertools.pairwise(CODEBOOKS[bits])]
+    borders = torch.tensor([*midpoints, math.inf], device="cpu")
     n_cells = 2**bits
     starts = torch.arange(-n_cells, n_cells + 1, device="cpu") / n_cells
     n_below = torch.bucketize(starts, borders)
@@ -213,10 +207,10 @@ def bits_of_nearest(x, dtype):
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
-def dequantize_pairs(codes_NP, scales_NM, table, dtype):
+def weight_in_pairs(codes_NP, scales_NQ, table, dtype):
     """dequantize() for torch.compile -> [N * M, 32] int32 of two weights each: loads are contiguous."""
-    D = scales_NM.shape[1] * BLOCK
-    index = pairs_of(codes_NP, D).view(-1, BLOCK // 2)
+    scales_NM = dequantize_scales(scales_NQ)
+    index = pairs_of(codes_NP, scales_NM.shape[1] * BLOCK).view(-1, BLOCK // 2)
     pairs = table[index]  # one load of 8 bytes
     first = pairs.int().view(torch.float32)
     second = (pairs >> 32).int().view(torch.float32)
@@ -263,26 +257,9 @@ class CompiledOrPlain:
         self.failed[self.code] = why
 
 
-def weight_in_pairs(codes_NP, scales_NQ, table, dtype):
-    """Both steps of dequantize(), for the host one call."""
-    return dequantize_pairs(codes_NP, dequantize_scales(scales_NQ), table, dtype)
-
-
 @functools.cache
 def compiled_weight_in_pairs():
     return CompiledOrPlain(weight_in_pairs, dynamic=True)  # one graph for all shapes
-
-
-def dequantize_compiled(codes_NP, scales_NQ, dtype):
-    """dequantize() in bf16 or fp16, compiled if that works."""
-    if weight_in_pairs in CompiledOrPlain.failed:
-        # in bands: temporaries of the plain weight_in_pairs() are as large as the weight
-        return dequantize(codes_NP, scales_NQ, dtype)
-    _, bits = width_and_bits(codes_NP, scales_NQ)
-    table = level_pairs(codes_NP.device, bits)
-    # detach(), or torch.compile would make a graph for each shape of a Parameter
-    pairs = compiled_weight_in_pairs()(codes_NP.detach(), scales_NQ.detach(), table, dtype)
-    return pairs.view(dtype).view(len(codes_NP), -1)
 
 
 # An operator, or torch.compile would see through it; custom_op() takes the host longer.
@@ -294,9 +271,15 @@ fast_weight = torch.ops.oomph.nf4_weight.default
 def compute_weight(codes_NP, scales_NQ, like):
     """The weight in the dtype of `like`: x, or in the backward the gradient. So the backward's call needs the
     gradient: torch.compile cannot do it in the forward, and keep all 16-bit weights alive."""
-    if like.dtype is torch.float32:
-        return dequantize(codes_NP, scales_NQ, like.dtype)
-    return dequantize_compiled(codes_NP, scales_NQ, like.dtype)
+    dtype = like.dtype
+    if dtype is torch.float32 or weight_in_pairs in CompiledOrPlain.failed:
+        # in bands: temporaries of the plain weight_in_pairs() are as large as the weight
+        return dequantize(codes_NP, scales_NQ, dtype)
+    _, bits = width_and_bits(codes_NP, scales_NQ)
+    table = level_pairs(codes_NP.device, bits)
+    # detach(), or torch.compile would make a graph for each shape of a Parameter
+    pairs = compiled_weight_in_pairs()(codes_NP.detach(), scales_NQ.detach(), table, dtype)
+    return pairs.view(dtype).view(len(codes_NP), -1)
 
 
 @torch.library.register_fake("oomph::nf4_weight")
@@ -326,12 +309,9 @@ def experts_with_rows(codes, scales, row_stops):
     """-> these of the experts that have a row of x: 8 of 128 while an answer is generated."""
     n_rows_E = row_stops.diff(prepend=row_stops.new_zeros(1))
     used = n_rows_E.nonzero().flatten()
-
-    def take_used(packed):
-        by_expert = packed.unflatten(0, (len(row_stops), -1))
-        return by_expert[used].flatten(0, 1)
-
-    return take_used(codes), take_used(scales), row_stops[used]
+    by_expert = (packed.unflatten(0, (len(row_stops), -1)) for packed in (codes, scales))
+    codes, scales = (packed[used].flatten(0, 1) for packed in by_expert)
+    return codes, scales, row_stops[used]
 
 
 class NF4Matmul(torch.autograd.Function):
@@ -463,8 +443,8 @@ class Dither(NamedTuple):
 
     def cut(self, region):
         """The factors of a region in blocks: [3, n, 1, 1] and [b, 256]."""
-        rows_3N = self.rows_3N[:, region.rows, None, None]
-        return Dither(rows_3N, in_blocks(self.cols_D[region.cols]))
+        rows, cols = region
+        return Dither(self.rows_3N[:, rows, None, None], in_blocks(self.cols_D[cols]))
 
 
 FOR_M, FOR_V, FOR_W = range(3)  # what random bits are used for: to round m, v or the weight
@@ -523,13 +503,6 @@ def code_levels(device):
     return m_levels.to(device), v_levels.to(device)
 
 
-class Region(NamedTuple):
-    """Part of a matrix: w_ND[region] is a view of it."""
-
-    rows: slice
-    cols: slice
-
-
 class Moment(NamedTuple):
     """m or v of a matrix, or of a region of it in blocks."""
 
@@ -543,9 +516,10 @@ class Moment(NamedTuple):
         stored = in_blocks(self.stored[region])
         if self.scales is None:
             return self._replace(stored=stored)
-        first_block = region.cols.start // MOMENT_BLOCK
-        stop_block = ceil_div(region.cols.stop, MOMENT_BLOCK)
-        scales = self.scales[region.rows, first_block:stop_block, None]
+        rows, cols = region
+        first_block = cols.start // MOMENT_BLOCK
+        stop_block = ceil_div(cols.stop, MOMENT_BLOCK)
+        scales = self.scales[rows, first_block:stop_block, None]
         return self._replace(stored=stored, scales=scales)
 
 
@@ -588,13 +562,13 @@ class Rates(NamedTuple):
 
 def rates_of(step, lr, weight_decay):
     """-> Rates. 1 - BETA**step is how much of its true size m or v has by then. lr may be a tensor."""
-    rates = Rates(
-        w_factor=1 - lr * weight_decay,
-        m_factor=lr / (1 - BETA1**step),
-        v_bias_root=(1 - BETA2**step) ** 0.5,
-    )
     # tensors, because torch.compile would take floats for constants
-    return Rates(*(torch.as_tensor(rate, dtype=torch.float64) for rate in rates))
+    as_tensor = functools.partial(torch.as_tensor, dtype=torch.float64)
+    return Rates(
+        w_factor=as_tensor(1 - lr * weight_decay),
+        m_factor=as_tensor(lr / (1 - BETA1**step)),
+        v_bias_root=as_tensor((1 - BETA2**step) ** 0.5),
+    )
 
 
 def adamw_(w, grad, m, v, dither, rates, skip, stochastic_rounding):
@@ -626,15 +600,15 @@ def in_blocks(x):
 
 
 def regions(N, D, n_weights):
-    """Cuts [N, D] into Regions of about n_weights. A shorter last block of a row is in one of its own."""
+    """Cuts [N, D] into regions (rows, columns) of about n_weights. Shorter last blocks have their own."""
     n_rows = max(1, n_weights // D)
     n_whole = D // MOMENT_BLOCK * MOMENT_BLOCK  # columns in whole blocks
     for start in range(0, N, n_rows):
         rows = slice(start, start + n_rows)
         if n_whole > 0:
-            yield Region(rows, slice(0, n_whole))
+            yield rows, slice(0, n_whole)
         if n_whole < D:
-            yield Region(rows, slice(n_whole, D))
+            yield rows, slice(n_whole, D)
 
 
 class CompactAdamW(torch.optim.Optimizer):

@@ -1070,9 +1070,9 @@ def wrap_blocks_(model, args, policy):
     for module in model.modules():
         if isinstance(module, lm.GatedDeltaNet):
             module.segment = policy.segment
-    if policy.count("recomputed"):
-        lm.recompute_blocks_(model, policy.count("recomputed"), policy.count("attention"))
     for block, kept in zip(model.model.layers, policy.blocks):
+        if kept.recomputed:
+            lm.recompute_(block, kept.attention, model.dropout > 0)
         if kept.weights:
             lm.keep_weights_(block)
 

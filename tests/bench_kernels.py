@@ -98,9 +98,9 @@ def bench_nf4(bounds, tokens):
     in_nf5 = nf4.quantize(w, 5)
     variants = {
         "eager": lambda: nf4.dequantize(codes, scales, torch.bfloat16),
-        "--compile": lambda: nf4.dequantize_compiled(codes, scales, torch.bfloat16),
+        "--compile": lambda: nf4.fast_weight(codes, scales, w),
         "NF5, eager": lambda: nf4.dequantize(*in_nf5, torch.bfloat16),
-        "NF5, --compile": lambda: nf4.dequantize_compiled(*in_nf5, torch.bfloat16),
+        "NF5, --compile": lambda: nf4.fast_weight(*in_nf5, w),
     }
     try:
         from bitsandbytes import functional as bnb
@@ -215,14 +215,16 @@ def bench_blocks(bounds, tokens):
     def step(model):
         model(tokens_BT, tokens_BT).backward()
 
-    recomputed = {"all": (None, 0), "all but attention": (None, 2), "nothing": (0, 0)}  # blocks, attention kept in
+    # for each recomputed block of two, whether it keeps attention
+    recomputed = {"all": [False, False], "all but attention": [True, True], "nothing": []}
     variants = {}
     for compiled in (False, True):
-        for what, (n_recomputed, n_attention_kept) in recomputed.items():
+        for what, keeps_attention in recomputed.items():
             model = two_blocks(config, args)
             if compiled:
                 lm.compile_(model, packing=True)
-            lm.recompute_blocks_(model, n_recomputed, n_attention_kept)
+            for block, keeps in zip(model.model.layers, keeps_attention):
+                lm.recompute_(block, keeps)
             name = f"{what}, --compile" if compiled else what
             variants[name] = functools.partial(step, model)
     products = lm.step_flops(config, lm.Counts(tokens, tokens, tokens**2), True)

@@ -385,7 +385,8 @@ def open_in_training(folder, flags):
     ranks = train.Ranks(False, args.timeout)
     opened = train.open_model(args, ranks)
     model = opened.model
-    lm.recompute_blocks_(model)
+    for block in model.model.layers:
+        lm.recompute_(block)
     model.to_empty(device=CPU).tie_()
     data.load_weights_(model, opened.reader, None, 0, CPU)
     return model.train()

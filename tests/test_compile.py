@@ -46,9 +46,12 @@ def trace_only(set_attribute=setattr):
     """The backend "eager" for all that is compiled. Compiled NF4 rounds exp() of a scale elsewhere than the plain
     dequantize() does (test_nf4.py compares both), so that one stands in."""
 
+    def plain_weight_in_pairs(codes, scales, table, dtype):
+        return nf4.dequantize(codes, scales, dtype).view(torch.int32)
+
     compile_eagerly = functools.partial(torch.compile, backend="eager")
     set_attribute(torch, "compile", compile_eagerly)
-    set_attribute(nf4, "dequantize_compiled", nf4.dequantize)
+    set_attribute(nf4, "compiled_weight_in_pairs", lambda: plain_weight_in_pairs)
 
 
 @pytest.fixture
@@ -68,7 +71,8 @@ def build(method, compiled=False, packing=True, checkpointing=False, tile=0, seq
     if tile:
         lm.tile_mlp_(model, tile, seq_len)
     if checkpointing:
-        lm.recompute_blocks_(model)
+        for block in model.model.layers:
+            lm.recompute_(block, has_dropout=model.dropout > 0)
     return model
 
 

@@ -54,7 +54,8 @@ def build_random(method="full", tile=0, checkpointing=False, dropout=0.0, seq_le
     if tile:
         lm.tile_mlp_(model, tile, seq_len)
     if checkpointing:
-        lm.recompute_blocks_(model)
+        for block in model.model.layers:
+            lm.recompute_(block, has_dropout=model.dropout > 0)
     return model
 
 
@@ -108,7 +109,7 @@ def test_loss_and_gradients_equal_transformers(folder, chunk):
 def test_long_positions_keep_float32_angles_in_bf16():
     config = lm.parse_config(data.read_json(GOLDENS[0] / "config.json"))
     position = 100_001  # bf16 would round it to 99,840
-    _, (cos, _) = lm.rope_table(torch.tensor([[position]]), config)
+    *_, cos, _ = lm.rope_table(torch.tensor([[position]]), config)
     angle = position / config.rope_scaling.get("factor", 1.0)  # of the first frequency, which is 1
     expected = torch.tensor(angle, dtype=torch.float64).cos()
     assert cos.dtype == torch.float32
@@ -161,7 +162,7 @@ def yarn_of_the_authors(scaling, theta, K):
 def test_yarn_turns_pairs_as_the_paper_and_its_authors_do(theta, changes):
     scaling = QWEN_YARN | changes
     config = yarn_config(scaling, theta)
-    _, (cos, sin) = lm.rope_table(torch.tensor([[1]]), config)
+    *_, cos, sin = lm.rope_table(torch.tensor([[1]]), config)
     radians = torch.atan2(sin, cos).flatten()  # at position 1
     expected = yarn_of_the_authors(scaling, theta, 128)
     for got, exact in zip(radians.tolist(), expected, strict=True):
@@ -195,7 +196,7 @@ def test_yarn_turns_pairs_as_the_paper_and_its_authors_do(theta, changes):
 ], ids=str)
 def test_yarn_scales_cos_and_sin(changes, expected):
     config = yarn_config(QWEN_YARN | changes)
-    _, (cos, sin) = lm.rope_table(torch.tensor([[0, 5000]]), config)
+    *_, cos, sin = lm.rope_table(torch.tensor([[0, 5000]]), config)
     torch.testing.assert_close(cos.hypot(sin), torch.full_like(cos, expected))
 
 
@@ -238,7 +239,8 @@ def test_attention_that_a_checkpointed_block_keeps_runs_once_and_changes_no_bit(
         """(loss, gradients, number of calls of sdpa())"""
         sdpa.reset_mock()
         model = build_random("lora", tile, seq_len=LONG, **changes)
-        lm.recompute_blocks_(model, None, n_attention_kept)
+        for i, block in enumerate(model.model.layers):
+            lm.recompute_(block, keeps_attention=i >= len(model.model.layers) - n_attention_kept)
         return *loss_and_gradients(model), sdpa.call_count
 
     expected_loss, expected_grads, n_calls = run(0)

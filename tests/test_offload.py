@@ -23,7 +23,8 @@ N_PARKED = 4  # inputs of blocks: the backward needs that of the last block at o
 def checkpointed(device="cpu", n_layers=N_LAYERS):
     """A model of random weights that saves the inputs of its blocks alone."""
     model = build(num_hidden_layers=n_layers)[0].to(device)
-    lm.recompute_blocks_(model)
+    for block in model.model.layers:
+        lm.recompute_(block)
     return model
 
 
@@ -117,7 +118,8 @@ def test_the_input_of_a_block_comes_back_behind_the_mlp_and_before_the_last_atte
     if n_groups:
         lm.tile_mlp_(model, 32, n_groups * lm.GROUP_TOKENS)
         n_tiles = 3  # of 96 tokens
-    lm.recompute_blocks_(model)
+    for block in model.model.layers:
+        lm.recompute_(block)
     tokens = two_rows()
     expected = gradients(model, tokens)
     events = []

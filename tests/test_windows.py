@@ -304,7 +304,7 @@ def test_a_mistral_with_layer_types_is_computed_as_ministral():
 def test_queries_of_ministral3_grow_with_the_lengths_of_pretraining_before_them():
     config = lm.parse_config(data.read_json(FOLDER / "ministral3/config.json"))
     positions = [0, 15, 16, 47, 160]  # the length of pretraining is 16
-    (q_cos, q_sin), (k_cos, k_sin) = lm.rope_table(torch.tensor([positions]), config)
+    q_cos, q_sin, k_cos, k_sin = lm.rope_table(torch.tensor([positions]), config)
     growth = q_cos.hypot(q_sin) / k_cos.hypot(k_sin)
     for got, position in zip(growth[0, :, 0, 0].tolist(), positions):
         assert got == pytest.approx(1 + 0.1 * math.log(1 + position // 16), rel=1e-6)  # float32
@@ -380,7 +380,7 @@ def test_flops_of_a_window_are_those_of_its_pairs():
         """Pairs of tokens in all blocks, by the FLOP that a row of T tokens without targets costs beyond products."""
         counts = lm.Counts(targets=0, tokens=T, squares=T**2)
         flops = lm.step_flops(c, counts, is_frozen=True)
-        weights_of_block = lm.mixer_weights(c, "full_attention") + 3 * c.hidden_size * c.mlp_size
+        weights_of_block = lm.mixer_weights(c, "full_attention") + 3 * c.hidden_size * c.intermediate_size
         flops_of_products = 4 * c.num_hidden_layers * weights_of_block * T  # frozen weights cost 4 a token,
         return (flops - flops_of_products) / (7 * c.q_size)  # and a pair 7 a channel: see step_flops()
 
