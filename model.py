@@ -207,7 +207,6 @@ class Config:
 
 # ---------------- layers
 
-
 class RMSNorm(nn.RMSNorm):
     """x / RMS(x) * w (arXiv:1910.07467), or times 1 + w."""
 
@@ -309,7 +308,6 @@ def rotate(q_BTHK, cos, sin):
 
 
 # ---------------- attention
-
 
 class Spans:
     """Where the documents of packed rows lie in the flattened B*T tokens. A plain class, because FSDP2
@@ -950,7 +948,6 @@ class MoE(nn.Module):
 
 # ---------------- the block
 
-
 class Block(nn.Module):
     """Two branches, each added to the residual stream x [B, T, D]. In most families:
 
@@ -1203,7 +1200,6 @@ class LMHead(nn.Module):
 
 
 # ---------------- the decoder
-
 
 class Transformer(nn.Module):
     """Embedding, blocks, norm, and the head with the loss.
@@ -1657,7 +1653,6 @@ def reshard_(model):
 
 
 # ---------------- FLOP of a step
-
 
 def mixer_weights(c, layer_type):
     """The number of weights of a mixer's projections."""
