@@ -663,21 +663,14 @@ class CompactAdamW(torch.optim.Optimizer):
         # 4 MiB on a CPU, where larger temporaries would be new pages each time
         n_weights = 1 << 20 if w_ND.device.type == "cpu" else self.n_weights
         for region in regions(N, D, n_weights):
-            self.adamw_(
-                in_blocks(w_ND[region]),
-                in_blocks(grad_ND[region]),
-                m_ND.cut(region),
-                v_ND.cut(region),
-                dither.cut(region),
-                rates,
-                skip,
-                self.stochastic_rounding,
-            )
+            w = in_blocks(w_ND[region])
+            grad = in_blocks(grad_ND[region])
+            m = m_ND.cut(region)
+            v = v_ND.cut(region)
+            self.adamw_(w, grad, m, v, dither.cut(region), rates, skip, self.stochastic_rounding)
 
     def moment_of(self, p, name, levels, signed):
         """-> Moment of this rank's rows of a parameter, from the state under `name`."""
         state = self.state[p]
-        scales = None
-        if f"{name}_scales" in state:
-            scales = matrix_of(state[f"{name}_scales"])
-        return Moment(matrix_of(state[name]), scales, levels, signed)
+        scales = state.get(f"{name}_scales")
+        return Moment(matrix_of(state[name]), None if scales is None else matrix_of(scales), levels, signed)

@@ -1524,8 +1524,8 @@ class Log:
         self.ranks = ranks
         self.sinks = sinks  # see open_sinks()
         # if the GPU is not in the table, mfu is null in every row
-        card = CARDS.get(card_named(ranks.device_name))
-        self.peak_flops = 1e12 * card.tflops if card else None
+        found = cards_named(ranks.device_name)
+        self.peak_flops = 1e12 * CARDS[found[0]].tflops if found else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
         self.start = time.perf_counter()
         self.start_step = state["step"]  # a resumed run begins later than at 0
@@ -2101,9 +2101,8 @@ def end_if_stopped(save, saver, state, stop, ranks):
     save()  # does nothing if this step is saved
     number = signal.Signals(number)
     is_saved = saver.last_step == state["step"]
-    outcome = "NOT saved, see above"
-    if is_saved:
-        outcome = f"saved: the same command with --resume {saver.out} continues"
+    continues = f"saved: the same command with --resume {saver.out} continues"
+    outcome = continues if is_saved else "NOT saved, see above"
     ranks.say(f"stopped by {number.name} after step {state['step']} of {state['steps']}, {outcome}")
     ranks.leave()
     if not is_saved:
@@ -2142,9 +2141,7 @@ def say_done(lora, merge, random_init, out, state, ranks):
         checkpoint = checkpoints(out)[best["step"]]
         ranks.say(f"best evaluation loss {best['eval_loss']:.4f} at step {best['step']}; final/ has step "
                   f"{state['step']}. To export the best: python train.py --export {checkpoint}")
-    written = f"{out}/final"
-    if merge:
-        written += f" and {out}/merged"
+    written = f"{out}/final and {out}/merged" if merge else f"{out}/final"
     next_step = f"Try it: python train.py --chat --model {out}/{'merged' if merge else 'final'}"
     if lora and random_init and not merge:
         next_step = "--chat cannot load it: only --merge saves the random weights under it"
@@ -3525,11 +3522,6 @@ def cards_named(text):
     return []
 
 
-def card_named(device_name):
-    """-> the first of cards_named(), or None."""
-    return next(iter(cards_named(device_name)), None)
-
-
 def time_of_step(run, policy, card, length=None):
     """-> (seconds, those without waits for the host). A pass takes as long as what is busy longest: the GPU,
     the host that launches kernels, the bus or the links; a kernel as its products or its memory. length: of
@@ -3763,9 +3755,9 @@ def plan_run(run, room, steps, length, ranks):
         policy = choose_blocks(run, room)
         if ranks.device.type == "cuda" and ranks.rank == 0:
             lines = list(describe_plan(run, policy, room))
-            name = card_named(ranks.device_name)
-            if name and planned_bytes(run, policy) <= room:
-                time_text = describe_time(run, policy, name, steps, length)
+            found = cards_named(ranks.device_name)
+            if found and planned_bytes(run, policy) <= room:
+                time_text = describe_time(run, policy, found[0], steps, length)
                 lines.append(textwrap.fill(time_text, 80, subsequent_indent="  "))
     except Unplanned as error:
         problem = str(error)
@@ -3969,8 +3961,7 @@ def dry_run(args):
     """Prints the plan of --world ranks, and rows, tokens and steps of --data, without weights or a GPU. If
     the run does not fit, the exit code is that of a run that is out of memory."""
     world = args.world or 1
-    gib = args.gpu_gib or (CARDS[args.gpu].gib if args.gpu else math.inf)
-    room = gib * GIB
+    room = GIB * (args.gpu_gib or (CARDS[args.gpu].gib if args.gpu else math.inf))
     data.say(f"planning {args.model}")
     alike = [card.gib for card in CARDS.values() if card.gb == args.gpu_gib]
     if alike:
