@@ -1827,7 +1827,7 @@ class DataFile(NamedTuple):
     n_long: int = 0  # documents of more than --seq_len positions
     longest: int = 0  # positions of the longest document
     n_untrained: int = 0  # documents without a supervised token
-    n_tokens: int = 0  # positions of the parts that are trained on, with those that are held out
+    n_tokens: int = 0  # positions of the parts that are trained on, without those of other hashes
     n_trained: int = 0  # supervised tokens
 
 
@@ -1858,6 +1858,11 @@ class Documents:
         return f"{self.files[part['file']].name}:{part['line']}"
 
 
+def n_positions_of(parts):
+    """Positions of parts in a row, [n]: the last token is only a target."""
+    return parts["stop"] - parts["start"] - 1
+
+
 def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, hashes=range(HASHES)):
     """Folders of the cache -> Documents of the examples with these hashes."""
     files = []
@@ -1882,12 +1887,14 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
             n_long=int((n_positions > seq_len).sum()),
             longest=int(n_positions.max(initial=0)),
             n_untrained=len(np.setdiff1d(document, document[used])),
-            n_tokens=int((parts["stop"] - parts["start"] - 1).sum()),
+            n_tokens=int(n_positions_of(parts).sum()),
             n_trained=int(parts["n_targets"].sum()))
         check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
         is_chosen = (parts["hash"] >= hashes.start) & (parts["hash"] < hashes.stop)
-        files.append(file)
-        tables.append(parts[is_chosen])
+        parts = parts[is_chosen]
+        files.append(file._replace(n_tokens=int(n_positions_of(parts).sum()),
+                                   n_trained=int(parts["n_targets"].sum())))
+        tables.append(parts)
     return Documents(files, np.concatenate(tables))
 
 
@@ -2013,7 +2020,7 @@ class Loader:
         self.term = "pairs" if documents.has_pairs else "tokens"  # what the loss is divided by
         n_terms = np.arange(len(parts)) % 2 if documents.has_pairs else parts["n_targets"]
         units = np.arange(len(parts)).reshape(-1, n_together)
-        n_positions = parts["stop"] - parts["start"] - 1  # the last token is only a target
+        n_positions = n_positions_of(parts)
         self.rows = list(units)
         if packing:
             packed = pack_rows(n_positions[units].sum(1), seq_len)
@@ -2248,7 +2255,8 @@ def print_file(file):
     report = file.report
     formats = ", ".join(form for form in FORMATS if form in report.formats)
     say(f"{file.name}: {count_of(report.n_examples, 'examples')} ({formats})")
-    say(f"  {file.n_tokens:,} tokens, {file.n_trained / file.n_tokens:.1%} trained on")
+    # a small file may be held out as a whole
+    say(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
     if file.n_long:
         say(f"  {file.n_long:,} longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}")
     if report.n_further:
@@ -2680,6 +2688,8 @@ class WeightFiles:
     def read(self, stored, start, stop):
         """Rows [start, stop) as they are stored."""
         shape = stored.stack or stored.shape
+        if start == stop:
+            start = stop = 0  # the library refuses an empty range at the end of a tensor
         try:
             entries = self.open_files[stored.path].get_slice(stored.name)
             start += stored.first_row
@@ -2746,7 +2756,14 @@ def has_two_matrices(adapter_reader, config):
     names = [PEFT_PREFIX + name for name in (embedding_in_files(config), HEAD)]
     if not config.tie_word_embeddings or not adapter_reader.tensors.keys() >= {*names}:
         return False
-    return not torch.equal(*(whole(adapter_reader, name) for name in names))
+    embedding, head = (adapter_reader.tensors[name] for name in names)
+    if embedding.shape != head.shape:
+        return True
+    for i in range(0, head.n_rows, 4096):  # whole matrices would be twice in host memory
+        stop = min(i + 4096, head.n_rows)
+        if not torch.equal(*(adapter_reader.rows(name, i, stop) for name in names)):
+            return True
+    return False
 
 
 def random_rows(name, width, start, stop, seed, device, uniform=False):
@@ -2944,7 +2961,12 @@ def fill_new_rows_(model, reader, new_ids, seed):
         if name not in params:
             continue  # the head of a tied pair
         out, first = nf4.local(params[name])
-        deviation, mean = torch.std_mean(reader.rows(in_files, 0, n_old).cpu(), 0, correction=0)
+        sums = torch.zeros(2, out.shape[1], dtype=torch.float64)
+        for i in range(0, n_old, 4096):  # all rows in float64 would take much memory
+            rows = reader.rows(in_files, i, min(i + 4096, n_old)).cpu().double()
+            sums += torch.stack([rows.sum(0), rows.square().sum(0)])
+        mean, mean_square = sums / n_old
+        deviation = (mean_square - mean.square()).clamp_(min=0).sqrt()
         begin = max(first, n_old)
         end = min(first + len(out), new_ids.stop if new_ids.stop <= n_stored else params[name].shape[0])
         if begin < end:

@@ -1530,8 +1530,7 @@ def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, re
     """Block.forward() by --tiled_mlp: tiles of qkv(), then attention for one group of key heads, with their
     query heads, at a time, then tiles of o_proj_and_mlp(). A single group runs with a whole qkv().
 
-    So one group at a time has what the kernel's backward adds: dq in float32, dk and dv of each query head, 4
-    values for one of q."""
+    So one group at a time has what the kernel's backward adds: float32 dq, dk and dv of each query head."""
     n_groups = block.n_groups
     records = records or [None] * n_groups
 

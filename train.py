@@ -380,8 +380,7 @@ def prepare_device(local_rank, n_local):
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, n_cores // n_local))
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
-        # Segments that can grow leave no unusable holes between tensors of different sizes. CUDA's allocator
-        # reads this at its first use.
+        # Segments that can grow leave no unusable holes. CUDA's allocator reads this at its first use.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -3824,8 +3823,7 @@ def choices_for(run):
 
 def ladder_of(run):
     """-> flags that may lower the peak, as they are typed after the command line, those that cost the least
-    time first (tests/LOG.md). What the user has switched off stays off, except --chunked_ce, and a step keeps
-    its number of rows."""
+    time first (tests/LOG.md). What is switched off stays off, but --chunked_ce, and a step keeps its rows."""
     args = run.args
     cheap = ["--fsdp2"] if run.world > 1 else []
     cheap += ["--activation_checkpointing all", "--activation_checkpointing all --offload activations"]
