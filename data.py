@@ -20,7 +20,6 @@ adapters as transformers and PEFT read them. In that half, a row is a row of a w
 (WeightFiles, RandomWeights) returns any range of rows, so each rank reads only its own.
 """
 
-import ast
 import bisect
 import contextlib
 import copy
@@ -1393,20 +1392,13 @@ DOCUMENT = np.dtype([
 ])
 ARRAYS = {"tokens": np.int32, "supervised": bool, "documents": DOCUMENT}
 HASHES = 2**56  # hashes of examples are 0 to HASHES - 1: int64 has them all
-BUILT_IN = "stdlib:code", "stdlib:docs"
 FILE_TYPES = "jsonl", "ndjson", "json", "csv", "parquet", "txt"
 EXPECTED = ("expected a .jsonl, .json, .csv or .txt file (or .gz of it), a .parquet file, a data set of the "
-            "Hub (org/name, org/name:split, org/name/subset:split) or a folder of datasets' save_to_disk(), "
-            "stdlib:docs or stdlib:code")
+            "Hub (org/name, org/name:split, org/name/subset:split) or a folder of datasets' save_to_disk()")
 READ_CHARS = 2**20  # text that is tokenized at once
 MAX_TEXT_BYTES = 2**24  # of a document: to tokenize it takes a hundred times as much memory
 MAX_UNREAD = 100  # names of keys in a report: each line of a file may have other ones
 NOTHING_SAID = "have answers of nothing but their ends: dropped"
-# folders of the standard library that stdlib_modules() leaves out
-SKIPPED = {
-    "site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
-    "pydoc_data",
-}
 
 
 def files_matching(names):
@@ -1419,9 +1411,7 @@ def files_matching(names):
 
 
 def files_of(name, revisions):
-    """A value of --data -> (one of FILE_TYPES, "arrow" or BUILT_IN, its files, fetched if on the Hub)."""
-    if name in BUILT_IN:
-        return name, []
+    """A value of --data -> (one of FILE_TYPES or "arrow", its files, fetched if on the Hub)."""
     path = Path(name)
     file_type = name.lower().removesuffix(".gz").rpartition(".")[2]
     if path.is_file():
@@ -1441,11 +1431,9 @@ def files_of(name, revisions):
     return "arrow", paths
 
 
-def examples_in(file_type, paths, held_out):
+def examples_in(file_type, paths):
     """Yields (line, example) for the files of a value of --data: a dict, or a line of JSON."""
     try:
-        if file_type in BUILT_IN:
-            yield from enumerate(stdlib_examples(file_type, held_out), 1)
         for path in paths:
             if file_type in ("parquet", "arrow"):
                 yield from enumerate(table_examples(path, file_type), 1)
@@ -1517,46 +1505,14 @@ def table_examples(path, file_type):
             yield {key: without_nulls(value) for key, value in row.items()}
 
 
-def stdlib_examples(file_type, held_out):
-    """Yields the examples to train on, or one in twenty that is held out for --eval_data."""
-    for name, text in stdlib_modules():
-        examples = [{"text": text}] if file_type == "stdlib:code" else stdlib_questions(name, text)
-        for i, example in enumerate(examples):
-            if (zlib.crc32(f"{name}/{i}".encode()) % 20 == 0) == held_out:
-                yield example
-
-
-def stdlib_modules():
-    root = Path(os.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not SKIPPED.intersection(name.parts):
-            with contextlib.suppress(UnicodeDecodeError):  # a handful declare another encoding
-                yield str(name), path.read_text("utf-8")
-
-
-def stdlib_questions(name, text):
-    module = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-    scopes = [(module, ast.parse(text))]
-    for prefix, scope in scopes:  # the loop also visits the classes that it appends
-        for node in scope.body:
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
-                continue
-            if isinstance(node, ast.ClassDef):
-                scopes.append((f"{prefix}.{node.name}", node))
-            elif doc := ast.get_docstring(node):
-                question = f"What does `{prefix}.{node.name}({ast.unparse(node.args)})` do?"
-                yield {"instruction": question, "output": doc.split("\n\n")[0]}
-
-
-def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
+def tokenized(spec, tokenizer, columns=(), revisions=None):
     """The folder in the cache with the documents of a value of --data, made if it is missing or damaged.
     revisions: {name on the Hub: commit} of a run that is resumed. The commits of other names are added."""
     file_type, paths = files_of(spec, {} if revisions is None else revisions)
     # its name is a hash of all that tokens depend on, data.py included: a fork may read files in another way
     contents = [sha256_of(path) for path in (__file__, *paths)]
     versions = sys.version, tokenizers.__version__, jinja2.__version__
-    made_of = json.dumps([contents, file_type, held_out, columns, tokenizer.made_of, versions])
+    made_of = json.dumps([contents, file_type, columns, tokenizer.made_of, versions])
     cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "oomph"
     if str(cache).startswith("~"):
         raise ValueError("this user has no home folder for tokens: set XDG_CACHE_HOME to a folder")
@@ -1574,7 +1530,7 @@ def tokenized(spec, held_out, tokenizer, columns=(), revisions=None):
             with tempfile.TemporaryDirectory(dir=cache) as place:
                 unfinished = Path(place) / "documents"  # `place` itself is for this user's eyes only
                 unfinished.mkdir()
-                tokenize(examples_in(file_type, paths, held_out), tokenizer, unfinished, columns)
+                tokenize(examples_in(file_type, paths), tokenizer, unfinished, columns)
                 put_in_place(unfinished, folder, keep_older=True)
     except ValueError as error:
         raise ValueError(f"{spec}: {error}") from error
@@ -2174,14 +2130,11 @@ def unused_tokens(tokenizer, files):
 def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
     """-> (loader of --data, loader of --eval_data or None). One rank of each machine fills its cache."""
     share = share_of(args.eval_data)
-    specs = [(spec, False) for spec in args.data]
-    if args.eval_data and share is None:
-        specs += [(spec, True) for spec in args.eval_data]
+    specs = args.data + (args.eval_data if args.eval_data and share is None else [])
     folders = []
     with ranks.agree():
         if ranks.local == 0:
-            for spec, held_out in specs:
-                folders.append(tokenized(spec, held_out, tokenizer, args.columns or (), revisions))
+            folders = [tokenized(spec, tokenizer, args.columns or (), revisions) for spec in specs]
     every = ranks.gather(folders)  # for each rank: empty but for the first one of a machine
     folders = every[ranks.rank - ranks.local]
     with ranks.agree():
@@ -2360,7 +2313,7 @@ OLD_PREFIXES = {
     "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
 }
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
-TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model
+TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model, and its data: docs.jsonl
 
 # What --model and --adapter may name, in the order in which it is looked for:
 #

@@ -96,11 +96,8 @@ import data
 import model as lm
 import nf4
 
-# what the demo is asked before and after training, for data that come with the project
-SAMPLES = {
-    "stdlib:docs": "What does `shutil.copytree(src, dst)` do?",
-    "stdlib:code": "def read_json(path):\n",
-}
+# what the demo is asked before and after training
+SAMPLE = "What does `pathlib.Path.is_symlink()` do?"
 # Exit codes: a job script can tell a rate that is too high from a GPU that is too small.
 NOT_FINITE = 3
 OUT_OF_MEMORY = 4
@@ -2640,7 +2637,7 @@ PATH = path
 BLOCKS = number(int, zero_too=True, words=("all", "auto"))
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
-DEMO_DATA = ["stdlib:docs"]
+DEMO_DATA = [str(data.TINY / "docs.jsonl")]
 # flags of launchers: torch.distributed.launch gave the first one to each process
 OF_LAUNCHERS = ("local_rank", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
                 "num_processes")
@@ -2749,11 +2746,11 @@ def make_parser():
     dataset = parser.add_argument_group("data")
     add(dataset, "--data", PATH, None, "files to train on: .jsonl, .ndjson, .json, .csv, .parquet, .txt, "
         "also with .gz; data sets of the Hub (org/name or org/name/subset, with :split unless it is train); "
-        "folders of datasets' save_to_disk(); the built-in stdlib:docs and stdlib:code. Quote patterns such "
-        "as 'chats/*.jsonl'. What is given twice is read twice per epoch (default: stdlib:docs)", nargs="+",
+        "folders of datasets' save_to_disk(). Quote patterns such as 'chats/*.jsonl'. What is given twice "
+        "is read twice per epoch (default: the demo's)", nargs="+",
         everyday=True, also="dataset dataset_name dataset_dir train_file")
-    add(dataset, "--eval_data", PATH, None, "files to evaluate on, as in --data; of stdlib:* the 5 %% "
-        "that is held out. Or a number: hold out that many examples of --data, or below 1 that fraction",
+    add(dataset, "--eval_data", PATH, None, "files to evaluate on, as in --data. Or a number: hold out that "
+        "many examples of --data, or below 1 that fraction",
         nargs="+", everyday=True, needs="data", also="eval_dataset val_set_size val_size test_size")
     add(dataset, "--columns", column, None, "rename columns: question=instruction reads the column "
         "'question' as 'instruction'", nargs="+", metavar="COLUMN=KEY", fixed=True)
@@ -3006,7 +3003,7 @@ def resolve_flags(args):
     if args.dpo:
         args.beta = args.beta or 0.1
     if args.sample is None and not args.random_init:
-        args.sample = SAMPLES.get(args.data[0], "")
+        args.sample = SAMPLE if args.data == DEMO_DATA else ""
 
 
 def layer_names(flag, words):

@@ -23,11 +23,12 @@ from pathlib import Path
 ROOT, SEQ_LEN = Path(__file__).resolve().parent.parent, 4096
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402
+import make_tiny  # noqa: E402
 
 
 def write_chats(path, n_bytes):
     """Conversations of 0.2 to 8 KB, no two the same."""
-    text, rng = "".join(source for _, source in data.stdlib_modules()), random.Random(0)
+    text, rng = "".join(source for _, source in make_tiny.stdlib_modules()), random.Random(0)
     n_written = 0
     with open(path, "w") as file:
         while n_written < n_bytes:
@@ -55,7 +56,7 @@ def measure(path, n_cores):
 
     threading.Thread(target=watch, daemon=True).start()
     marks = [time.perf_counter()]
-    folder = data.tokenized(path, False, tokenizer)
+    folder = data.tokenized(path, tokenizer)
     marks.append(time.perf_counter())
     documents = data.open_documents([folder], [path], SEQ_LEN)
     marks.append(time.perf_counter())

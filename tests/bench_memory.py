@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import bench_harness as harness
+import make_tiny
 from bench_harness import GIB, MIB, table
 
 
@@ -202,7 +203,9 @@ def planned(flags, world):
 
 def three_steps(flags, out):
     """Of a run on this machine's GPU -> (peak GiB as torch's allocator counts it, tokens a second)."""
-    harness.run_steps([*flags, "--data", "stdlib:code", "--out", f"{out}/run"], 3)
+    code = f"{out}/code.jsonl"
+    make_tiny.write_examples(code, make_tiny.stdlib_examples("code"))
+    harness.run_steps([*flags, "--data", code, "--out", f"{out}/run"], 3)
     rows = harness.metrics(Path(out, "run"))
     return max(row["mem_gib"] for row in rows), rows[-1]["tokens_per_s"]
 

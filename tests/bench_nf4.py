@@ -4,8 +4,8 @@
     python tests/bench_nf4.py --model FOLDER --rows 8   # without the kinds of layers in 16 bits
     python tests/bench_nf4.py --model FOLDER --steps 20 # the time of a step in 4 and in 5 bits, nothing else
 
-Three sets of tokens: `docs`, the answers to held-out questions of stdlib:docs; `code`, held-out modules of
-stdlib:code as running text; `own`, the model's own greedy answers to some of these questions, by which a change shows
+Three sets of tokens: `docs`, the answers to held-out questions about the standard library; `code`, held-out modules of
+it as running text; `own`, the model's own greedy answers to some of these questions, by which a change shows
 that a user would see. All is computed in float32, and the weights alone change.
 
 The rules: by the largest magnitude of a block is nf4.quantize(), in 4 and in 5 bits. By the least squared error of a
@@ -35,6 +35,7 @@ from typing import NamedTuple
 from bench_harness import table
 
 import data
+import make_tiny
 import model as lm
 import nf4
 import torch
@@ -80,8 +81,8 @@ def row_of(ids, counts):
 
 
 def questions(n):
-    """n questions of stdlib:docs that are held out, from all over the library."""
-    held_out = list(data.stdlib_examples("stdlib:docs", held_out=True))
+    """n questions that are held out, from all over the standard library."""
+    held_out = list(make_tiny.stdlib_examples("docs", held_out=True))
     return held_out[:: math.ceil(len(held_out) / n)]
 
 
@@ -96,7 +97,7 @@ def docs_rows(tokenizer, n):
 def code_rows(tokenizer, n, held_out=True, length=256):
     """The beginnings of n modules, of those that are no empty __init__.py."""
     rows = []
-    modules = [one for one in data.stdlib_examples("stdlib:code", held_out) if len(one["text"]) > 2000]
+    modules = [one for one in make_tiny.stdlib_examples("code", held_out) if len(one["text"]) > 2000]
     for example in modules[:: math.ceil(len(modules) / n)]:
         ids = tokenizer.core.encode(example["text"], add_special_tokens=False).ids[:length]
         rows.append(row_of(ids, [True] * len(ids)))

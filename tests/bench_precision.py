@@ -73,7 +73,7 @@ def main():
     args = parser.parse_args()
     if args.nf4:
         return measure_nf4()
-    command = ("train.py --model tiny --data stdlib:docs --seq_len 256 --batch_size 2 --lr 3e-5 --schedule constant "
+    command = ("train.py --model tiny --seq_len 256 --batch_size 2 --lr 3e-5 --schedule constant "
                f"--no-activation_checkpointing --steps {args.steps}")
     n_mean = min(SMOOTH, args.steps)
     curves = {}

@@ -134,7 +134,7 @@ def shown(tokenizer, example):
 def read_file(path, tokenizer):
     """-> (the decoded documents of a file, its report, None), or (None, None, what it is refused with)."""
     try:
-        folder = data.tokenized(str(path), False, tokenizer)
+        folder = data.tokenized(str(path), tokenizer)
     except (ValueError, OSError) as error:
         return None, None, str(error)
     report = data.read_report(folder)
@@ -596,7 +596,7 @@ def peak():
 tokenizer = data.Tokenizer(sys.argv[2])
 before = peak()
 try:
-    said = data.read_report(data.tokenized(sys.argv[3], False, tokenizer)).errors
+    said = data.read_report(data.tokenized(sys.argv[3], tokenizer)).errors
 except ValueError as error:
     said = str(error)
 print(json.dumps([said, peak() - before]))

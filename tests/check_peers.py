@@ -48,6 +48,7 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
+import make_tiny
 import model as lm
 import nf4
 import train as trainer
@@ -599,7 +600,7 @@ class TrainedModel(NamedTuple):
 def write_docs_questions(path, n):
     """What the first n functions of the standard library do: rows of the same text for every run."""
     with open(path, "w") as file:
-        for example in itertools.islice(data.stdlib_examples("stdlib:docs", held_out=False), n):
+        for example in itertools.islice(make_tiny.stdlib_examples("docs"), n):
             file.write(json.dumps(example) + "\n")
 
 

@@ -507,7 +507,7 @@ def read_data(path, tokenizer, seq_len=1000, **options):
     """A data file -> (Documents, its data.DataFile)."""
     import data
 
-    folder = data.tokenized(str(path), False, tokenizer)
+    folder = data.tokenized(str(path), tokenizer)
     documents = data.open_documents([folder], [str(path)], seq_len, **options)
     return documents, documents.files[0]
 

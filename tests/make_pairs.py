@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import data
+import make_tiny
 
 N_TRAIN = 300
 N_HELD_OUT = 40
@@ -31,8 +31,8 @@ def message(role, content):
 def pairs():
     """Yields the pairs of all modules, each docstring once."""
     seen = set()
-    for name, text in data.stdlib_modules():
-        for example in data.stdlib_questions(name, text):
+    for name, text in make_tiny.stdlib_modules():
+        for example in make_tiny.stdlib_questions(name, text):
             question = example["instruction"]
             whole = " ".join(example["output"].split())  # on one line, or its layout would be what is learned
             first = SENTENCE.match(whole)

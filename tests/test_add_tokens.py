@@ -195,7 +195,7 @@ def test_the_cached_tokens_of_a_file_depend_on_the_list(calls):
     folders = set()
     for new_tokens in ([], TOKENS, TOKENS[:1]):
         tokenizer = data.Tokenizer(TINY, new_tokens=new_tokens)
-        folders.add(data.tokenized(str(calls), False, tokenizer))
+        folders.add(data.tokenized(str(calls), tokenizer))
     assert len(folders) == 3
 
 

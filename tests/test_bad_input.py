@@ -763,7 +763,7 @@ TEXTS = {
         says=["a/b: no such file", "pip install datasets"]),
     "a name that is too long for the Hub": Case(
         flags="--model tiny --data a/b/c/d",
-        says=["a/b/c/d: no such file", "org/name:split", "org/name/subset:split", "stdlib:docs"]),
+        says=["a/b/c/d: no such file", "org/name:split", "org/name/subset:split"]),
     "a column that no row has": Case(
         flags="--model tiny --columns questoin=instruction",
         says=["--columns questoin: no row of the data has such a key"]),

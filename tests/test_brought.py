@@ -932,7 +932,7 @@ def test_a_user_without_a_home_is_told_of_the_cache(tmp_path, tiny, monkeypatch)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as Python has it for a user without an entry
     with pytest.raises(ValueError, match="no home folder for tokens: set XDG_CACHE_HOME"):
-        data.tokenized(str(path), False, tiny)
+        data.tokenized(str(path), tiny)
 
 
 def test_the_program_runs_without_docstrings():

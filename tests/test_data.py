@@ -183,7 +183,7 @@ def cached(path, cache, tiny):
 
 def tokenized(path, tokenizer):
     """The folder in the cache for a file of --data, which is made if it is missing."""
-    return data.tokenized(str(path), False, tokenizer)
+    return data.tokenized(str(path), tokenizer)
 
 
 def folders_in(cache):

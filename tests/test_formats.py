@@ -731,17 +731,6 @@ def test_long_text_is_a_document_for_each_chunk_of_whole_lines(tiny, tmp_path, m
         assert one.endswith("\n")
 
 
-def test_held_out_stdlib_is_one_line_in_twenty_and_not_trained_on(monkeypatch):
-    modules = list(itertools.islice(data.stdlib_modules(), 50))  # all of them would take seconds
-    monkeypatch.setattr(data, "stdlib_modules", lambda: modules)
-    held_out = [json.dumps(row) for row in data.stdlib_examples("stdlib:docs", True)]
-    trained_on = [json.dumps(row) for row in data.stdlib_examples("stdlib:docs", False)]
-    everything = [json.dumps(row) for module in modules for row in data.stdlib_questions(*module)]
-    assert not set(held_out) & set(trained_on)
-    assert sorted(held_out + trained_on) == sorted(everything)
-    assert len(held_out) == pytest.approx(len(everything) / 20, rel=0.3)  # a hash decides, the same in every run
-
-
 # ---------------------------------------------------------------- lines and files that cannot be trained on
 
 NESTED = "[" * 100_000 + "]" * 100_000
@@ -931,7 +920,7 @@ def test_a_renamed_column_comes_before_what_else_a_row_has(tiny):
 
 def test_columns_are_part_of_the_caches_key(tiny, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"text": "a b", "other": "c d", "third": "e f"})
-    folders = [data.tokenized(path, False, tiny, columns)
+    folders = [data.tokenized(path, tiny, columns)
                for columns in ((), [("other", "text")], [("third", "text")], [("other", "text")])]
     assert folders[1] == folders[3]
     assert len(set(folders)) == 3

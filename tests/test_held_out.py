@@ -1,7 +1,6 @@
 """--eval_data SHARE: examples of --data that are held out from training, chosen by a hash of each."""
 
 import gzip
-import itertools
 import json
 import random
 import re
@@ -201,19 +200,6 @@ def test_all_documents_of_a_conversation_are_on_one_side(tmp_path):
     assert set(lines.values()) == {2}  # or the template did not rewrite the first answer
 
 
-def test_built_in_data_have_a_share_held_out_of_what_is_trained_on(tmp_path, monkeypatch):
-    modules = list(itertools.islice(data.stdlib_modules(), 40))
-    monkeypatch.setattr(data, "stdlib_modules", lambda: modules)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no other test finds these tokens
-    n_rows = len(list(data.stdlib_examples("stdlib:docs", False)))
-    trained, held_out = open_data(["stdlib:docs"], 0.2, "--seq_len", 1024)
-    n_held_out = held_out.documents.n_examples()
-    n_examples = trained.documents.n_examples() + n_held_out
-    # the 5 % that `--eval_data stdlib:docs` has are on neither side, and a few are longer than a row
-    assert n_examples == pytest.approx(n_rows, rel=0.02)
-    assert n_held_out == pytest.approx(0.2 * n_examples, rel=0.3)  # a hash throws coins
-
-
 # ---------------------------------------------------------------- files
 
 
@@ -270,7 +256,7 @@ def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, share, words):
 
 def test_the_checksum_that_a_resume_compares_depends_on_the_share(tiny, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", *rows_of(50))
-    folder = data.tokenized(path, False, tiny)
+    folder = data.tokenized(path, tiny)
     whole = data.open_documents([folder], [path], 64).checksum
     checksums = {whole}
     for share in 0.2, 0.5:

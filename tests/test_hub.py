@@ -459,7 +459,7 @@ def test_rows_that_the_library_cannot_read_are_refused_with_its_words(monkeypatc
 
     (tmp_path / "a.arrow").write_text('{"text": "a"}\n')
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Rows))
-    rows = data.examples_in("arrow", [tmp_path / "a.arrow"], False)
+    rows = data.examples_in("arrow", [tmp_path / "a.arrow"])
     assert next(rows) == (1, {"text": "a"})
     with pytest.raises(ValueError, match="cannot be read as arrow: To support decoding images"):
         next(rows)

@@ -407,7 +407,7 @@ def test_the_cache_knows_template_variables(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", chat(QUESTION, ANSWER))
     folders = set()
     for template_args in {}, NO_THINKING, {"enable_thinking": True}, NO_THINKING:
-        folders.add(data.tokenized(path, False, tokenizer_of(tmp_path, TEMPLATES["qwen3"], template_args)))
+        folders.add(data.tokenized(path, tokenizer_of(tmp_path, TEMPLATES["qwen3"], template_args)))
     assert len(folders) == 3
 
 

@@ -28,7 +28,7 @@ class Row(NamedTuple):
     seq_len: int
     tok_s: float  # measured
     # Mean length of a token's document: from the logged MFU on the H100. Of the others it is not known, and we
-    # assume what stdlib:code has in that step with three of four versions of Python, a document a row.
+    # assume what the standard library has in that step with three of four versions of Python, a document a row.
     length: float
     shape: dict = {}  # what is not as in the preset
 

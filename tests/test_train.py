@@ -86,7 +86,7 @@ def main_job(few_chats, tmp_path_factory):
     method = ["--fsdp2", "--qlora", "--offload", "--merge"]
     # answers of a few tokens: each token gathers the shards of all blocks
     size = ["--seq_len", 256, "--steps", 12, "--eval_data", few_chats, "--max_new_tokens", 8]
-    size += ["--data", "stdlib:docs"]  # as without it, and --eval_data asks for one
+    size += ["--data", *train.DEMO_DATA]  # as without it, and --eval_data asks for one
     done = shell(*torchrun, TRAIN, *method, *size, "--out", out)
     assert done.returncode == 0, done.stderr
     return MainJob(out, done.stdout, metrics_of(out))
@@ -145,7 +145,7 @@ def test_main_job_says_what_was_decided_and_what_is_not_at_its_default(main_job)
     start = said[begin:end]
     flags = " ".join(start[start.index("  flags: ") :].split())
     assert flags.startswith("flags: --fsdp2 --qlora --offload --merge --seq_len 256 --steps 12 --eval_data ")
-    assert " --max_new_tokens 8 --data stdlib:docs --out " in flags
+    assert f" --max_new_tokens 8 --data {train.DEMO_DATA[0]} --out " in flags
     assert flags.endswith("/run")
     lines = start.splitlines()[1:]
     assert len(lines) <= 20, said
@@ -191,7 +191,7 @@ def test_a_qlora_run_is_merged_later_into_the_16_bit_weights_to_the_same_bytes(m
     check_merges_later(main_job.out, tmp_path)
     said = capsys.readouterr().out
     assert f"done: {tmp_path}/later/merged (no training, because no --data was given)" in said
-    assert "stdlib:docs" not in said
+    assert "docs.jsonl" not in said
     assert train.launch(["--merge", "--model", str(tmp_path / "later/merged")]) == 2
     assert f"--merge: {tmp_path}/later/merged has no adapter to merge" in capsys.readouterr().err
 
@@ -457,7 +457,7 @@ def test_any_error_about_a_base_says_which_adapter_names_it(tmp_path, capsys):
     adapter.mkdir()
     tensors = {f"{layer}.lora_A.weight": torch.ones(4, 64), f"{layer}.lora_B.weight": torch.ones(64, 4)}
     data.save_adapter(tensors, adapter, str(tmp_path / "base"), 4, 8, 0.0, ["q_proj"])
-    argv = ["--data", "stdlib:docs", "--out", str(tmp_path / "run")]
+    argv = ["--data", *train.DEMO_DATA, "--out", str(tmp_path / "run")]
     assert train.launch(["--model", str(adapter), *argv]) == 1
     assert capsys.readouterr().err.endswith(f": --adapter {adapter} --model BASE\n")
     # who gives both has named the base
@@ -481,10 +481,10 @@ def test_a_pattern_in_quotes_stands_for_its_files_in_order(tmp_path, monkeypatch
     for name in ("b.jsonl", "a.jsonl", "a[1].jsonl", "a1.jsonl", "sub/c.jsonl"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
-    given = ["**/[bc].jsonl", "a[1].jsonl", "stdlib:docs", "none*.jsonl"]
+    given = ["**/[bc].jsonl", "a[1].jsonl", "org/name", "none*.jsonl"]
     args = train.parse_args(["--data", *given, "--eval_data", "a?.*"])
     # the file of this very name, and not the one that it would match; what matches nothing is named by its own error
-    assert args.data == ["b.jsonl", "sub/c.jsonl", "a[1].jsonl", "stdlib:docs", "none*.jsonl"]
+    assert args.data == ["b.jsonl", "sub/c.jsonl", "a[1].jsonl", "org/name", "none*.jsonl"]
     assert args.eval_data == ["a1.jsonl"]
 
 
