@@ -73,8 +73,8 @@ def write_examples(path, examples):
         file.writelines(json.dumps(example) + "\n" for example in examples)
 
 
-# The demo asks about a few methods of pathlib.Path in many words: a model of 3 million parameters can learn their answers
-# in a minute, and not those to all functions of the library, each of which it would see once.
+# The demo asks about a few methods of pathlib.Path in many words. A model of 3 million parameters can learn these
+# answers in a minute, and not those to all functions of the library, each of which it would see once.
 METHODS = {"exists", "home", "is_dir", "is_file", "is_symlink", "mkdir"}
 OPENINGS = ("", "Please tell me: ", "A short question. ")
 QUESTIONS = (
