@@ -25,6 +25,7 @@ import contextlib
 import copy
 import csv
 import dataclasses
+import difflib
 import errno
 import functools
 import glob
@@ -118,6 +119,8 @@ def read_json(path, optional=False):
     check_is_file(path)
     try:
         value = json.loads(Path(path).read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: no such file: whoever copied the folder has to copy it, too") from error
     except (ValueError, RecursionError) as error:  # endless brackets are a RecursionError
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -432,9 +435,13 @@ def read_tokenizer(folder):
     path = folder / "tokenizer.json"
     config_path = folder / "tokenizer_config.json"
     if not path.exists():
+        older = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).exists()]
+        if not older:
+            raise ValueError(f"{path}: no such file: copy tokenizer*.json and chat_template.jinja of the model "
+                             "that this one was made of to the folder")
         code = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
         raise ValueError(
-            f"{path}: no such file; to make it of tokenizer.model: pip install transformers "
+            f"{path}: no such file; to make it of {older[0]}: pip install transformers "
             f'sentencepiece protobuf && python -c "from transformers import AutoTokenizer; {code}"')
     check_is_file(path)
     config, old, added = (read_json(file, optional=True) for file in (
@@ -2312,6 +2319,9 @@ OLD_PREFIXES = {
     "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector.",
     "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
 }
+# What DDP, FSDP, torch.compile and PEFT's state_dict() have in names, and a model has not
+WRAPPERS = re.compile(
+    r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[.]|(?<=[.]lora_[AB][.])default[.]")
 PEFT_PREFIX = "base_model.model."  # PEFT's name of a tensor is this and ours
 TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model, and its data: docs.jsonl
 
@@ -2329,6 +2339,7 @@ TINY = Path(__file__).parent / "tests" / "tiny"  # the built-in model, and its d
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"  # its key for the base
+WEIGHTS = "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 FOLDERS = {"model": CONFIG, "adapter": ADAPTER_CONFIG}  # {flag: the file by which a folder is known}
 
@@ -2341,6 +2352,22 @@ def result_in(name, files=(CONFIG, ADAPTER_CONFIG)):
     return None
 
 
+def is_adapter(folder):
+    """Whether a folder has an adapter and no model: axolotl puts its base's config.json beside an adapter."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        return False
+    return not ((folder / CONFIG).exists() and weight_files(folder, WEIGHTS))
+
+
+def read_adapter_config(folder):
+    """The adapter_config.json of an adapter of PEFT. MLX has a file of this name, too."""
+    config = read_json(folder / ADAPTER_CONFIG)
+    if "peft_type" not in config:
+        what = format_of_files(os.listdir(folder)) or f"{ADAPTER_CONFIG} has no peft_type"
+        raise ValueError(f"{folder}: no adapter of PEFT: {what}")
+    return config
+
+
 def find_result(model, adapter=None):
     """--model and --adapter, or None -> (model, adapter or None), by the table above."""
     if model is None and adapter:
@@ -2350,11 +2377,11 @@ def find_result(model, adapter=None):
             return find_result(str(folder))  # which names its base
     model = model or "tiny"
     folder = None if model == "tiny" else result_in(model)
-    if folder and not (folder / CONFIG).exists():
+    if folder and is_adapter(folder):
         if adapter:
             raise ValueError(f"--model {model} is an adapter: leave out --adapter, or merge this one first "
                              f"(--merge --model {model}) and give the merged/ that it writes")
-        base = read_json(folder / ADAPTER_CONFIG).get(BASE)
+        base = read_adapter_config(folder).get(BASE)
         with errors_of_base(base, folder):
             if not base or not isinstance(base, str):
                 raise ValueError(f"{folder}/{ADAPTER_CONFIG}: names no base")
@@ -2392,15 +2419,9 @@ def find_model(name, random_init, revisions=None):
     """--model -> ModelFiles. Downloads a Hub id. revisions: see tokenized()."""
     if name in PRESETS and not os.path.isdir(name):
         return ModelFiles(PRESETS[name], TINY, None, name)
-    folder = folder_of("model", name, revisions, with_weights=not random_init)
+    folder = folder_of("model", name, revisions, with_weights=False)
     base = str(folder.resolve()) if folder in (Path(name), TINY) else name
     raw = read_json(folder / CONFIG)
-    text = raw.get("text_config")
-    # an untied Mistral 3 of transformers 5 is tied at the top: the weights decide, without them text_config
-    said = [part.get("tie_word_embeddings") for part in (raw, text) if isinstance(part, dict)]
-    if said in ([True, False], [False, True]):
-        is_tied = said[1] if random_init else HEAD not in WeightFiles(folder).tensors
-        raw = with_value(raw, "tie_word_embeddings", is_tied)
     quantization = raw.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method in ("bitsandbytes", "fp8", "compressed-tensors"):
@@ -2408,6 +2429,16 @@ def find_model(name, random_init, revisions=None):
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         if HUB_NAME.fullmatch(str(raw.get("_name_or_path"))):
             base = raw["_name_or_path"]
+    config = lm.parse_config(raw, f"{name}: config.json")  # before a model that is refused is downloaded
+    if not random_init:
+        folder = folder_of("model", name, revisions)
+    # Beside a tower there are two such keys. transformers 5 reads the one at the top, with its default if it is
+    # absent, and older versions read the other one: where they differ, the weights decide.
+    is_tied = config.tie_word_embeddings
+    if config.prefix != "model." and is_tied != raw.get("tie_word_embeddings", not is_tied):
+        if not random_init:
+            is_tied = HEAD not in WeightFiles(folder).tensors
+        raw = with_value(raw, "tie_word_embeddings", is_tied)
     commit = revisions.get(name) if base == name and revisions else None
     return ModelFiles(raw, folder, None if random_init else folder, base, commit)
 
@@ -2420,53 +2451,141 @@ def folder_of(flag, name, revisions=None, with_weights=True):
         what = format_of_files([name]) or f"give the folder that it is in, with its {config}"
         raise ValueError(f"--{flag} {name}: a file: {what}")
     if not folder.is_dir():
-        if name.count("/") != 1 or name.startswith((".", "/", "~")):
-            others = f", tiny or, with --random_init, {' '.join(PRESETS)}" if flag == "model" else ""
-            raise ValueError(f"--{flag} {name}: no such folder, and no Hub id (org/name){others}")
-        from huggingface_hub import snapshot_download
-
-        wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model", "README.md"]
-        if with_weights:
-            wanted.append(f"{flag}*.safetensors")  # consolidated.safetensors has the same weights once more
-        revisions = {} if revisions is None else revisions
-        fetch = functools.partial(snapshot_download, name, revision=revisions.get(name),
-                                  allow_patterns=wanted, ignore_patterns=["onnx/*", "original/*"])
-        try:
-            folder = Path(from_hub(fetch))
-        except Exception as error:  # its HTTP library has others, which another version does not have
-            line = " ".join(str(error).split())[:1000]  # some have a whole page of HTML
-            raise ValueError(f"--{flag} {name}: not a folder here, and the download from the Hub failed (a "
-                             "partial download resumes at the next start): "
-                             f"{type(error).__name__}: {line}") from error
-        revisions[name] = folder.name  # in the Hub's cache it has the name of its commit
+        if name.startswith((".", "/", "~")):
+            raise ValueError(f"--{flag} {name}: no such folder")
+        if name.count("/") != 1 or ":" in name:
+            what = did_you_mean(name)
+            if not what and flag == "model":
+                what = f"Others are tiny and, with --random_init, {' '.join(PRESETS)}"
+            raise ValueError(f"--{flag} {name}: no such folder, and no Hub id (org/name). {what}".rstrip(". "))
+        folder = download(flag, name, {} if revisions is None else revisions, with_weights)
+    # find_result() has looked at folders that are here
+    if flag == "model" and is_adapter(folder) and (with_weights or not (folder / CONFIG).exists()):
+        base = read_json(folder / ADAPTER_CONFIG).get(BASE)
+        raise ValueError(f"--model {name}: an adapter: give --adapter {name} and its base, --model {base}")
     if (folder / config).exists():
         return folder
-    found = []  # models and adapters up to two levels below it, as in the Hub's cache
-    for other, file in FOLDERS.items():
-        for levels in ("", "*/", "*/*/"):
-            found += [f"--{other} {path.parent}" for path in folder.glob(levels + file)]
-    what = f"give {listing(found)}" if found else format_of_files(os.listdir(folder))
+    below = [path for levels in ("", "*/", "*/*/") for path in folder.glob(f"{levels}*")]
+    flags = {file: other for other, file in FOLDERS.items()}
+    found = [f"--{flags[path.name]} {name if path.parent == folder else path.parent}"
+             for path in below if path.name in flags]
+    what = f"give {listing(found)}" if found else format_of_files(str(path) for path in below)
+    if not what and any(path.suffix == ".safetensors" for path in below):
+        what = f"weights alone: copy {config} and tokenizer*.json of the same training, or of its base, to them"
     raise ValueError(f"{folder}: no {config}: {what or 'expected a folder as transformers or PEFT save it'}")
+
+
+def download(flag, name, revisions, with_weights):
+    """The folder of a model or an adapter of the Hub in the Hub's cache. revisions: see tokenized()."""
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model", "README.md"]
+    if with_weights:
+        wanted.append("adapter*.safetensors" if flag == "adapter" else "*.safetensors")
+    # consolidated.safetensors has the same weights once more
+    ignored = ["onnx/*", "original/*", "*/*.safetensors", "consolidated*"]
+    fetch = functools.partial(snapshot_download, name, revision=revisions.get(name),
+                              allow_patterns=wanted, ignore_patterns=ignored)
+    try:
+        folder = Path(from_hub(fetch))
+    except Exception as error:  # its HTTP library has others, which another version does not have
+        line = " ".join(str(error).split())[:1000]  # some have a whole page of HTML
+        raise ValueError(f"--{flag} {name}: not a folder here, and the download from the Hub failed "
+                         f"({what_to_do(error, name)}): {type(error).__name__}: {line}") from error
+    revisions[name] = folder.name  # in the Hub's cache it has the name of its commit
+    return folder
+
+
+def what_to_do(error, name):
+    """What to do about an error of the Hub."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == 403 or type(error).__name__ == "GatedRepoError":
+        return f"accept its licence at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
+    if status in (401, 404):
+        return f"misspelled, or private: then `hf auth login` or set HF_TOKEN. {did_you_mean(name)}".rstrip(". ")
+    return "a partial download resumes at the next start"
+
+
+def did_you_mean(name):
+    """A question with the presets' ids that a name may mean (Qwen3-4B, llama3:8b, meta/llama-3-8b), or ""."""
+    typed = name.rstrip("/").rpartition("/")[2]
+    ids = [config["_name_or_path"] for config in PRESETS.values()]
+    known = dict(zip(PRESETS, ids)) | {hub_id.partition("/")[2]: hub_id for hub_id in ids}
+
+    def pattern_of(text):  # llama3:8b is Llama-3-8B
+        return re.compile("[-_:]*".join(map(re.escape, re.sub("[-_:]", "", text))), re.IGNORECASE)
+
+    found = {}  # {end of what is known in `typed`: the id, and what was typed behind it}
+    for text, hub_id in known.items():
+        if match := pattern_of(text).search(typed):
+            found[match.end()] = hub_id + ("" if ":" in typed else typed[match.end() :])
+    meant = [found[max(found)]] if found else []
+    if not found and typed:
+        meant = [hub_id for text, hub_id in known.items() if pattern_of(typed).match(text)]
+    if not meant:
+        similar = difflib.get_close_matches(typed.lower(), PRESETS, n=1, cutoff=0.8)
+        meant = [known[text] for text in similar if re.findall(r"\d", text) == re.findall(r"\d", typed)]
+    meant = {hub_id for hub_id in meant if hub_id != name}
+    return f"Did you mean {listing(meant)}?" if meant else ""
 
 
 # {a pattern of the names of files: what they are, and what to do}
 OTHER_FORMATS = {
-    r"\.gguf$": "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
-    r"\.distcp$|^pytorch_model_fsdp_\d+$":
+    r"[.]gguf$": "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
+    r"adapters[.](safetensors|npz)$":
+        "an adapter of MLX: `mlx_lm.fuse --model BASE --adapter-path DIR` makes a model of it",
+    r"[.]distcp$|/pytorch_model_fsdp_\d+$":
         "shards of FSDP: `accelerate merge-weights` makes safetensors of them",
-    r"^zero_to_fp32\.py$|^global_step\d+$":
+    r"/zero_to_fp32[.]py$|/global_step\d+$|_(model|optim)_states[.]pt$":
         "shards of DeepSpeed: its zero_to_fp32.py with --safe_serialization makes safetensors of them",
-    r"params\.json$|consolidated\.safetensors$|\.00\.pth$":
+    r"/latest_checkpointed_iteration[.]txt$|[.]nemo$":
+        "Megatron's or NeMo's own format: their tools export it for Hugging Face",
+    r"params[.]json$|consolidated[.]safetensors$|[.]00[.]pth$":
         "Meta's or Mistral's own format: take the same model's config.json and model*.safetensors",
-    r"\.(pth|pt|bin)$": ".bin and .pth can run code: transformers' save_pretrained writes safetensors",
+    r"/lit_model[.]pth|/(meta|hf)_model_\d+_\d+[.]pt$|/adapter_\d+[.]pt$":
+        "LitGPT's or torchtune's own format: their converters to Hugging Face's make a folder of it",
+    # others of these lie beside weights
+    r"^(?!.*/(optimizer|scheduler|rng_state|scaler|training_args)).*[.](pth|pt|bin|ckpt)$":
+        ".bin and .pth can run code: transformers' save_pretrained writes safetensors",
+    r"[.](h5|msgpack|onnx|npz|ot)$": "another format: transformers' save_pretrained writes safetensors",
 }
 
 
-def format_of_files(names):
+def format_of_files(paths):
+    """What is said of the first pattern of OTHER_FORMATS that a path has, or None."""
+    paths = [f"/{path}" for path in paths]
     for pattern, what in OTHER_FORMATS.items():
-        if any(re.search(pattern, name) for name in names):
+        if any(re.search(pattern, path) for path in paths):
             return what
     return None
+
+
+def weight_files(folder, single):
+    """The names of the files with a folder's weights: those of its index, or its one file, or all parts."""
+    index = folder / f"{single}.index.json"
+    others = sorted(folder.glob("*.safetensors.index.json"))
+    if not index.exists() and len(others) == 1 and not (folder / single).exists():
+        index = others[0]
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+        # a name with a slash could read any file of this machine
+        if not names or not all(re.fullmatch(r"[^/\0-\x1f]{1,200}[.]safetensors", name) for name in names):
+            raise ValueError(f"{index}: weight_map: expected {{tensor: file}} with plain names of files")
+        # transformers would read the one, and vLLM the other
+        if single not in names and (folder / single).exists():
+            raise ValueError(f"{index}: does not name {single}, which is there as well: remove one of the two")
+        return names
+    if (folder / single).exists():
+        return [single]
+    # An adapter may lie beside its base. Mistral's consolidated.safetensors has other names of tensors.
+    kind = "^(?!adapter|consolidated).*(model|weights)" if single == WEIGHTS else "adapter|lora"
+    names = sorted(path.name for path in folder.glob("*.safetensors") if re.search(kind, path.name))
+    parts = [re.search(r"-(\d+)-of-(\d+)[.]safetensors$", name) for name in names]
+    if len(names) == 1 and not parts[0]:
+        return names
+    is_whole = all(parts) and [int(part[1]) for part in parts] == [*range(1, len(names) + 1)]
+    return names if is_whole and {int(part[2]) for part in parts} == {len(names)} else []
 
 
 # types of quantized weights, and the ends of the names of a matrix's tensors: FP8's scale, bitsandbytes' rest
@@ -2479,9 +2598,10 @@ STACKS = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def matrices_in(name, stored):
-    """Yields (name, Stored) for each matrix that a tensor of a file has."""
+    """Yields (name, Stored) for each matrix that a tensor of a file has: of experts.gate_up_proj [2, 6, 4]
+    experts.0.gate_proj.weight [3, 4] of rows 0 to 2, experts.0.up_proj.weight of 3 to 5, and so on."""
     before, _, stack = name.partition(".experts.")
-    if stack not in STACKS or len(stored.shape) != 3 or 0 in stored.shape:  # see check_weights()
+    if stack not in STACKS or len(stored.shape) != 3:  # see check_weights()
         yield name, stored
         return
     n_experts, n_rows, width = stored.shape
@@ -2492,6 +2612,7 @@ def matrices_in(name, stored):
 
 
 def module_name(name):
+    name = WRAPPERS.sub("", name)
     for old, new in OLD_PREFIXES.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -2521,26 +2642,13 @@ def check_parts(parts, state, shape):
 class WeightFiles:
     """The weights of a folder, read by rows. tensors: {name: Stored}. A ValueError if a file is damaged."""
 
-    def __init__(self, folder, single="model.safetensors"):
+    def __init__(self, folder, single=WEIGHTS):
         self.folder = Path(folder)
-        names = [single]
-        index = self.folder / f"{single}.index.json"
-        if index.exists():
-            weight_map = read_json(index).get("weight_map")
-            names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
-            # a name with a slash could read any file of this machine
-            is_plain = re.compile(r"[\w.-]{1,200}[.]safetensors", re.ASCII).fullmatch
-            if not names or not all(map(is_plain, names)):
-                raise ValueError(f"{index}: weight_map: expected {{tensor: file}} with plain names of files")
-            # transformers would read the one, and vLLM the other
-            if single not in names and (self.folder / single).exists():
-                raise ValueError(f"{index}: does not name {single}, which is there as well: remove one of "
-                                 "the two")
         self.tensors = {}
         self.quantized = {}  # {name of a matrix: ({one of PARTS: its Stored}, bitsandbytes' state or None)}
         self.format = "FP8"  # that of these
         self.open_files = {}  # {path: what the library has opened}
-        for path in [self.folder / name for name in names]:
+        for path in [self.folder / name for name in weight_files(self.folder, single) or [single]]:
             check_is_file(path)
             if not path.exists():
                 incomplete = f"the download is incomplete (several files need their {single}.index.json)"
@@ -2565,6 +2673,11 @@ class WeightFiles:
             if name.startswith("v_head."):
                 say_once(f"note: {path}: the value head (v_head.*) of TRL is left out")
                 continue
+            if 0 in stored.get_shape():
+                raise ValueError(
+                    f"{path}: {listing([name])} is empty: DeepSpeed's ZeRO-3 and FSDP save shards, unless their "
+                    "weights are gathered first (stage3_gather_16bit_weights_on_model_save: true); "
+                    "zero_to_fp32.py or `accelerate merge-weights` makes whole weights of the shards")
             tensor = Stored(path, tuple(stored.get_shape()), (DTYPES | QUANTIZED).get(dtype, dtype), name)
             for module, matrix in matrices_in(module_name(name), tensor):
                 if module in self.tensors:
@@ -2771,12 +2884,27 @@ def whole(reader, name):
     return reader.rows(name, 0, reader.tensors[name].n_rows)
 
 
+def sizes_of(shapes):
+    """{"hidden size": D, "blocks": n} of the {name: shape} of a model's tensors, or of its adapter's."""
+    sizes = {}
+    for name, shape in shapes.items():
+        if block := re.search(r"(?<!vision_tower)[.]layers[.](\d+)[.]", name):
+            sizes["blocks"] = max(int(block[1]) + 1, sizes.get("blocks", 0))
+            if re.search(r"[.](q|k|v|gate|up)_proj[.](lora_A[.])?weight$", name):
+                sizes["hidden size"] = shape[-1]
+            if re.search(r"[.](o|down|out)_proj[.](lora_B[.])?weight$", name):
+                sizes["hidden size"] = shape[0]
+    return sizes
+
+
 def check_weights(model, reader, folder):
     """Raises a ValueError if names or shapes in files are not those of the model, or of its LoRA."""
     expected = shapes_in_files(model)
+    what = "weights of another model than its config.json"
     advice = ""
     vocabulary = model.config.vocab_size, model.config.hidden_size
     if any(".lora_" in name for name in expected):
+        what = "an adapter of another model"
         advice = f": {MERGE}"
         trained = []  # PEFT writes and expects both embedding and head, even if they are tied
         if model.model.embed_tokens.weight.requires_grad:
@@ -2789,12 +2917,19 @@ def check_weights(model, reader, folder):
     found = {name: stored.shape for name, stored in reader.tensors.items()
              if not name.endswith("rotary_emb.inv_freq")  # old Llama-2 files have it
              and not name.startswith(COPIED_PREFIXES)}
+    given = sizes_of(found)
+    other = [f"{size} {given[size]}, not {n}" for size, n in sizes_of(expected).items()
+             if given.get(size, n) > n or (size == "hidden size" and given.get(size, n) != n)]
+    if other:
+        raise ValueError(f"{folder}: {what} ({'; '.join(other)})")
     differences = {
         "missing": expected.keys() - found,
         "unexpected": found.keys() - expected,
         "wrong shape": [f"{name} is {list(found[name])}, not {list(expected[name])}"
                         for name in expected.keys() & found if found[name] != expected[name]],
     }
+    if any(re.search(r"[.](qkv_proj|gate_up_proj|Wqkv|wqkv|query_key_value)[.]", name) for name in found):
+        advice = ": fused layers, as vLLM has them in memory: give the folder that transformers saves"
     if any(differences.values()):
         text = "; ".join(f"{what}: {listing(names)}" for what, names in differences.items() if names)
         raise ValueError(f"{folder}: {text}{advice}")
@@ -2820,7 +2955,7 @@ ADAPTER_KEYS = {"peft_type": ["LORA"], "task_type": ["CAUSAL_LM"], "bias": ["non
 ADAPTER_FREE = (
     "r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path", "auto_mapping",
     "revision", "inference_mode", "peft_version", "megatron_core", "qalora_group_size", "use_rslora",
-    "modules_to_save",
+    "modules_to_save", "exclude_modules", "layers_pattern",
 )
 # for adapters that are not read, such as PEFT's of stacked experts on transformers 5
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that folder as --model"
@@ -2829,7 +2964,7 @@ MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) an
 def open_adapter(folder):
     """A PEFT LoRA adapter -> (WeightFiles, {flag: value})."""
     where = f"{folder}/{ADAPTER_CONFIG}"
-    config = read_json(where)
+    config = read_adapter_config(folder)
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {quoted(value)} is not implemented: {MERGE}")
@@ -2950,7 +3085,7 @@ def save_model(tensors, layout, out, raw_config, write):
             write_safetensors(out / "model.safetensors", layout, tensors)
             if not any(out.glob("*.py")):  # auto_map would name code that the result does not have
                 raw_config = {key: value for key, value in raw_config.items() if key != "auto_map"}
-            write_json(out / "config.json", with_both_ropes(raw_config))
+            write_json(out / "config.json", with_both_spellings(raw_config))
     finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
         for _ in tensors:
             pass
@@ -2972,13 +3107,17 @@ def layout_of_result(reader, config):
     return layout
 
 
-def with_both_ropes(raw):
-    """RoPE as transformers 5 and 4 spell it: 4 would take a theta of 10,000 without a word."""
+def with_both_spellings(raw):
+    """dtype and RoPE as transformers 5 and 4 spell them: 4 would take float32, and a theta of 10,000."""
     config = lm.parse_config(raw)
-    if config.family.norms_add_one:  # version 4 has neither Qwen3.5 nor Muse Glimmer
-        return raw
     if "text_config" in raw:
-        return raw | {"text_config": with_both_ropes(raw["text_config"])}
+        raw = raw | {"text_config": with_both_spellings(raw["text_config"])}
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    if dtype:
+        raw = raw | {"dtype": dtype, "torch_dtype": dtype}
+    # version 4 has neither Qwen3.5 nor Muse Glimmer
+    if "text_config" in raw or config.family.norms_add_one:
+        return raw
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     # numbers as the file has them: not every reader takes 8.0 for an 8
     scaling = {key: given.get(key, value) for key, value in config.rope_scaling.items()}
@@ -2994,9 +3133,9 @@ def save_adapter(adapter_tensors, out, base, rank, alpha, dropout, targets, rslo
     saved = {}
     embedding = [name for name in adapter_tensors if name.endswith("embed_tokens.weight")]
     if embedding:
-        is_tied = HEAD not in adapter_tensors
-        saved = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": is_tied}
-        if is_tied:
+        saved = {"modules_to_save": ["embed_tokens", "lm_head"]}
+        if HEAD not in adapter_tensors:  # a tied pair; PEFT of 2025 ends with a TypeError at an unknown key
+            saved["ensure_weight_tying"] = True
             adapter_tensors = adapter_tensors | {HEAD: adapter_tensors[embedding[0]]}
     named = {PEFT_PREFIX + name: tensor for name, tensor in adapter_tensors.items()}
     write_safetensors(out / ADAPTER_WEIGHTS, layout_of(named), named.items())

@@ -2360,7 +2360,8 @@ def parse_config(raw, where="config.json"):
 
     name = raw.get("model_type")
     if name not in list(FAMILIES):  # a list, because a name may be anything, even a dict
-        raise error("model_type", f"not one of {', '.join(FAMILIES)}")
+        here = ", ".join(known for known in FAMILIES if not known.endswith("_text"))
+        raise error("model_type", f"not implemented, only {here}. TRL and Unsloth train other architectures")
     family = FAMILIES[name]
     if raw.get("architectures") not in (None, [], [family.architecture], [family.other_architecture]):
         raise error("architectures", f"not {family.architecture}")

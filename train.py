@@ -2337,6 +2337,9 @@ def check_folder(folder, checkpoint):
 
 def lock_folder(out):
     """Makes the run's folder and locks it for this process for as long as the returned file is open."""
+    for path in (out, *out.parents):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"--out {out}: {path} is a link to {os.readlink(path)}, which does not exist")
     with data.writing(f"--out {out}", "folder, or the file lock in it,"):
         out.mkdir(parents=True, exist_ok=True)
         # "a" empties nothing if this is a link, "+" refuses a pipe, where others wait for its reader

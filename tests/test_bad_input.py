@@ -262,7 +262,7 @@ def refusal_of_config(family, key, value):
     ("mistral", "sliding_window", "64", ["int"]),
     # of families that are known by name alone
     ("qwen2", "model_type", "gemma3_text", ["gemma3_text", "llama", "qwen3"]),
-    ("qwen2", "model_type", "gpt_oss", ["gpt_oss", "llama", "qwen3"]),
+    ("qwen2", "model_type", "gpt_oss", ["gpt_oss", "llama", "qwen3", "TRL and Unsloth train other architectures"]),
     ("qwen2", "model_type", "qwen3_next", ["qwen3_next", "llama", "qwen3"]),
     # of those that are here, what none of their published models has
     ("llama2", "attention_out_bias", True, ["true"]),
@@ -535,7 +535,10 @@ MODELS = {
         spoil=[write(CONFIG, "{")],
         says=[CONFIG, "JSON"]),
     "no tokenizer": Case(
-        says=["model", "tokenizer.json"]),
+        says=["model/tokenizer.json: no such file: copy tokenizer*.json and chat_template.jinja of the model"]),
+    "an older tokenizer": Case(
+        spoil=[write("model/vocab.json", "{}"), write("model/merges.txt", "")],
+        says=["model/tokenizer.json: no such file; to make it of vocab.json", "AutoTokenizer"]),
     "tokenizer.model alone": Case(
         spoil=[write("model/tokenizer.model", "")],
         says=["model/tokenizer.json: no such file", "AutoTokenizer", ".save_pretrained('model')"]),
@@ -627,8 +630,8 @@ PARTS = {
     "a tower less": Case(
         spoil=[put_a_tower_into_a_part(), remove(SECOND_PART)],
         says=[SECOND_PART, "no such file", "incomplete"]),
-    "parts without an index": Case(
-        spoil=[split_weights(), remove(INDEX)],
+    "a part less without an index": Case(
+        spoil=[split_weights(), remove(INDEX), remove(SECOND_PART)],
         says=[f"{WEIGHTS}: no such file", "incomplete", "model.safetensors.index.json"]),
     "a tensor twice": Case(
         spoil=[split_weights(again=[UP])],
@@ -795,6 +798,10 @@ RUNS = {
         spoil=[write("taken/checkpoint-2", "")],
         flags="--model tiny --out taken --resume",
         says=["taken: contains files, and no args.json of a run", "give a new or an empty folder"]),
+    "out a link to nothing": Case(
+        spoil=[functools.partial(os.symlink, "gone", "link")],
+        flags="--model tiny --out link/run",
+        says=["--out link/run: link is a link to gone, which does not exist"]),
     "out of all": Case(
         flags="--model tiny --out /",
         says=["--out /: contains files, and no args.json of a run"]),
@@ -882,6 +889,59 @@ def test_broken_download_is_one_line_with_the_model_and_what_to_do(tmp_path, mon
 class HttpError(Exception):
     def __init__(self, status_code):
         self.response = SimpleNamespace(status_code=status_code)
+
+
+class GatedRepoError(HttpError):
+    """By the name of huggingface_hub's."""
+
+
+@pytest.mark.parametrize("error, words", [
+    (GatedRepoError(401), "accept its licence at https://huggingface.co/meta/llama-3-8b, then `hf auth login`"),
+    (HttpError(403), "accept its licence at https://huggingface.co/meta/llama-3-8b, then `hf auth login`"),
+    (HttpError(401), "misspelled, or private: then `hf auth login`"),
+    (HttpError(404), "Did you mean meta-llama/Meta-Llama-3-8B?"),
+    (HttpError(500), "a partial download resumes at the next start"),
+], ids=repr)
+def test_what_the_hub_refuses_is_said_with_what_to_do(monkeypatch, error, words):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(data, "HUB_PAUSES_S", ())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ValueError) as refused:
+        data.find_model("meta/llama-3-8b", random_init=False)
+    assert_says(str(refused.value), ["--model meta/llama-3-8b: ", words])
+
+
+def hub_with(folder, monkeypatch):
+    """Makes the Hub a folder, and returns the list of what is asked for: patterns of files."""
+    asked = []
+
+    def snapshot_download(_, allow_patterns, **__):
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return asked
+
+
+def test_weights_of_a_model_that_is_refused_are_not_downloaded(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    asked = hub_with(tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match="gemma3"):
+        data.find_model("google/gemma", random_init=False)
+    assert len(asked) == 1
+    assert "*.safetensors" not in asked[0]
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_an_adapter_of_the_hub_as_a_model_is_named_with_its_base(tmp_path, monkeypatch, with_config):
+    if with_config:  # as axolotl's adapters have it
+        shutil.copy(HERE / "tiny/config.json", tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    hub_with(tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match="--model a/b: an adapter: give --adapter a/b and its base, --model org/base"):
+        data.find_model("a/b", random_init=False)
 
 
 @pytest.mark.parametrize("error, n_tries", [

@@ -922,9 +922,158 @@ def test_a_checkpoint_of_another_trainer_is_no_damaged_one(tmp_path):
 
 def test_what_is_in_the_place_of_the_weights_is_named(tmp_path):
     folder = model_with_weights(tmp_path / "model")
-    (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    with pytest.raises(ValueError, match=r"model.safetensors: no such file: .*there are .*weights.safetensors"):
+    (folder / "model.safetensors").rename(folder / "optimizer.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors: no such file: .*there are .*optimizer.safetensors"):
         data.WeightFiles(folder)
+
+
+def in_parts(folder, names, index=None):
+    """Puts a model's weights into several files."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: names[i % len(names)] for i, name in enumerate(tensors)}
+    for file in names:
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
+    if index:
+        (folder / index).write_text(json.dumps({"weight_map": places}))
+
+
+NAMES_OF_WEIGHTS = {  # files, and the name of their index
+    "one": (["weights.safetensors"], None),
+    "one part": (["model-00001-of-00001.safetensors"], None),
+    "all parts": (["pytorch_model-1-of-2.safetensors", "pytorch_model-2-of-2.safetensors"], None),
+    "another index": (["a.safetensors", "b.safetensors"], "ft_model.safetensors.index.json"),
+    "names that are not ASCII": (["mod\u00e8le (1).safetensors", "\u6a21.safetensors"], "model.safetensors.index.json"),
+}
+
+
+@pytest.mark.parametrize("names, index", NAMES_OF_WEIGHTS.values(), ids=NAMES_OF_WEIGHTS)
+def test_weights_under_other_names_are_read(tmp_path, names, index):
+    folder = model_with_weights(tmp_path / "model")
+    before = data.WeightFiles(folder).tensors.keys()
+    in_parts(folder, names, index)
+    assert data.WeightFiles(folder).tensors.keys() == before
+
+
+@pytest.mark.parametrize("names", [
+    ["model-00001-of-00002.safetensors"], ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"],
+    ["model.fp16.safetensors", "model.fp32.safetensors"], ["consolidated.safetensors"], ["adapter_model.safetensors"]])
+def test_weights_that_are_not_whole_or_of_several_meanings_are_not_read(tmp_path, names):
+    folder = model_with_weights(tmp_path / "model")
+    in_parts(folder, names)
+    with pytest.raises(ValueError, match=r"model/model\.safetensors: no such file"):
+        data.WeightFiles(folder)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module._orig_mod."])
+def test_names_of_wrapped_modules_are_read(tmp_path, prefix):
+    folder = model_with_weights(tmp_path / "model")
+    path = folder / "model.safetensors"
+    before = data.WeightFiles(folder).tensors.keys()
+    tensors = load_file(path)
+    save_file({prefix + name.replace(".mlp.", ".mlp._orig_mod."): tensors[name] for name in tensors}, path)
+    assert data.WeightFiles(folder).tensors.keys() == before
+    assert data.module_name("base_model.model.a.lora_A.default.weight") == "base_model.model.a.lora_A.weight"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0)])
+def test_empty_tensors_of_zero_3_are_named(tmp_path, shape):
+    save_file({"model.norm.weight": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.norm.weight is empty: DeepSpeed's ZeRO-3.*zero_to_fp32.py"):
+        data.WeightFiles(tmp_path)
+
+
+def test_the_config_of_the_base_beside_an_adapter_makes_it_no_model(tmp_path, grown):
+    """As axolotl's folders have it."""
+    base, final = grown
+    adapter = tmp_path / "adapter"
+    shutil.copytree(final, adapter)
+    shutil.copy(base / "config.json", adapter)
+    assert data.find_result(str(adapter)) == (str(base), str(adapter))
+    shutil.copy(base / "model.safetensors", adapter)
+    assert data.find_result(str(adapter)) == (str(adapter), None)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"hidden_size": 64, "num_attention_heads": 2}, "hidden size 192, not 64"),
+    ({"num_hidden_layers": 2}, "blocks 6, not 2"),
+])
+def test_an_adapter_or_weights_of_another_model_are_named_by_their_sizes(changes, words):
+    config = lm.parse_config(data.read_json(data.TINY / "config.json"))
+    other = lm.parse_config(data.read_json(data.TINY / "config.json") | changes)
+    for target in ("q_proj", "down_proj"):
+        with torch.device("meta"):
+            models = lm.Transformer(config), lm.Transformer(other)
+        for model in models:
+            lm.add_lora_(model, 2, 1.0, 0.0, [target])
+        shapes = {data.PEFT_PREFIX + name: shape for name, shape in data.shapes_in_files(models[0]).items()
+                  if ".lora_" in name}
+        reader = argparse.Namespace(tensors={
+            name: data.Stored(None, shape, torch.float32, name) for name, shape in shapes.items()})
+        with pytest.raises(ValueError, match=rf"^a: an adapter of another model \({words}\)$"):
+            data.check_weights(models[1], reader, "a")
+    with torch.device("meta"):
+        model = lm.Transformer(other)
+    with pytest.raises(ValueError, match=rf"^m: weights of another model than its config.json \({words}\)$"):
+        data.check_weights(model, data.WeightFiles(data.TINY), "m")
+
+
+@pytest.mark.parametrize("files, words", [
+    (["checkpoint-5/pytorch_model_fsdp_0/__0_0.distcp"], "accelerate merge-weights"),
+    (["mp_rank_00_model_states.pt"], "zero_to_fp32.py"),
+    (["epoch/hf_model_0001_0.pt"], "torchtune"),
+    (["lit_model.pth", "model_config.yaml"], "LitGPT"),
+    (["original/consolidated.00.pth"], "Meta's"),
+    (["a/iter_1/model.pt", "a/latest_checkpointed_iteration.txt"], "Megatron"),
+    (["model.safetensors"], "weights alone: copy config.json and tokenizer"),
+    (["optimizer.pt", "rng_state_0.pth", "training_args.bin"], "expected a folder as transformers or PEFT save it"),
+])
+def test_folders_of_other_trainers_are_named(tmp_path, files, words):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"no config.json: .*{words}"):
+        data.find_model(str(tmp_path), random_init=True)
+
+
+def test_an_adapter_of_mlx_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"fine_tune_type": "lora", "num_layers": 16}')
+    (tmp_path / "adapters.safetensors").write_bytes(b"")
+    for open_it in (data.open_adapter, data.find_result):
+        with pytest.raises(ValueError, match=r"no adapter of PEFT: an adapter of MLX: `mlx_lm\.fuse"):
+            open_it(tmp_path)
+
+
+@pytest.mark.parametrize("typed, meant", {
+    "Qwen3-4B": "Qwen/Qwen3-4B", "qwen3:4b": "Qwen/Qwen3-4B", "qwne3-4b": "Qwen/Qwen3-4B",
+    "llama3:8b": "meta-llama/Meta-Llama-3-8B", "llama3.1:8b-instruct-q4_K_M": "meta-llama/Llama-3.1-8B",
+    "Llama-3.2-1B-Instruct": "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-4B/": "Qwen/Qwen3-4B",
+    "hf.co/Qwen/Qwen3-8B-GGUF:Q4": "Qwen/Qwen3-8B", "qwen3-30b": "Qwen/Qwen3-30B-A3B",
+}.items())
+def test_a_name_without_its_organization_is_answered_with_the_id(typed, meant):
+    with pytest.raises(ValueError, match=rf"no Hub id \(org/name\)\. Did you mean {meant}\?$"):
+        data.find_model(typed, random_init=False)
+
+
+@pytest.mark.parametrize("typed", ["qwen3.6-27b", "gemma3:4b", "nobody", "qwen3-14bb:", "Qwen/Qwen3-4B"])
+def test_another_model_is_not_guessed(typed):
+    assert data.did_you_mean(typed) == ("Did you mean Qwen/Qwen3-14B?" if "14" in typed else "")
+
+
+@pytest.mark.parametrize("name", ["twice-tied", "experts"])
+def test_where_two_keys_tie_differently_the_weights_decide(tmp_path, name):
+    """transformers 5 reads the key at the top, with its default if it is absent, and older versions the other one."""
+    folder = tmp_path / "model"
+    shutil.copytree(HERE / "goldens-qwen35" / name, folder)
+    raw = data.read_json(folder / "config.json")
+    has_head = data.HEAD in data.WeightFiles(folder).tensors
+    assert has_head == (name == "experts")
+    for top, text in ((True, False), (False, True), (None, True), (None, False)):
+        changed = raw | {"text_config": raw["text_config"] | {"tie_word_embeddings": text}, "tie_word_embeddings": top}
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in changed.items() if v is not None}))
+        for random_init, is_tied in ((False, not has_head), (True, text)):
+            found = data.find_model(str(folder), random_init).config
+            assert found["tie_word_embeddings"] is found["text_config"]["tie_word_embeddings"] is is_tied
 
 
 def test_a_user_without_a_home_is_told_of_the_cache(tmp_path, tiny, monkeypatch):
