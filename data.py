@@ -435,10 +435,10 @@ def read_tokenizer(folder):
     path = folder / "tokenizer.json"
     config_path = folder / "tokenizer_config.json"
     if not path.exists():
-        older = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).exists()]
+        older = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).exists()]
         if not older:
-            raise ValueError(f"{path}: no such file: copy tokenizer*.json and chat_template.jinja of the model "
-                             "that this one was made of to the folder")
+            raise ValueError(f"{path}: no such file: copy tokenizer*.json and chat_template.jinja of the "
+                             "model that this one was made of to the folder")
         code = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
         raise ValueError(
             f"{path}: no such file; to make it of {older[0]}: pip install transformers "
@@ -2354,18 +2354,8 @@ def result_in(name, files=(CONFIG, ADAPTER_CONFIG)):
 
 def is_adapter(folder):
     """Whether a folder has an adapter and no model: axolotl puts its base's config.json beside an adapter."""
-    if not (folder / ADAPTER_CONFIG).exists():
-        return False
-    return not ((folder / CONFIG).exists() and weight_files(folder, WEIGHTS))
-
-
-def read_adapter_config(folder):
-    """The adapter_config.json of an adapter of PEFT. MLX has a file of this name, too."""
-    config = read_json(folder / ADAPTER_CONFIG)
-    if "peft_type" not in config:
-        what = format_of_files(os.listdir(folder)) or f"{ADAPTER_CONFIG} has no peft_type"
-        raise ValueError(f"{folder}: no adapter of PEFT: {what}")
-    return config
+    has_config = (folder / CONFIG).exists()
+    return (folder / ADAPTER_CONFIG).exists() and not (has_config and weight_files(folder, WEIGHTS))
 
 
 def find_result(model, adapter=None):
@@ -2381,10 +2371,10 @@ def find_result(model, adapter=None):
         if adapter:
             raise ValueError(f"--model {model} is an adapter: leave out --adapter, or merge this one first "
                              f"(--merge --model {model}) and give the merged/ that it writes")
-        base = read_adapter_config(folder).get(BASE)
-        with errors_of_base(base, folder):
-            if not base or not isinstance(base, str):
-                raise ValueError(f"{folder}/{ADAPTER_CONFIG}: names no base")
+        base = read_json(folder / ADAPTER_CONFIG).get(BASE)
+        if not base or not isinstance(base, str):
+            what = format_of_files(os.listdir(folder)) or f"name it: --adapter {folder} --model BASE"
+            raise ValueError(f"{folder}/{ADAPTER_CONFIG}: {BASE} is {quoted(base)}, not the base: {what}")
         return base[:1000], str(folder)
     if folder not in (None, Path(model)):  # ./tiny stays as it was typed: it is no built-in model
         model = str(folder)
@@ -2432,7 +2422,7 @@ def find_model(name, random_init, revisions=None):
     config = lm.parse_config(raw, f"{name}: config.json")  # before a model that is refused is downloaded
     if not random_init:
         folder = folder_of("model", name, revisions)
-    # Beside a tower there are two such keys. transformers 5 reads the one at the top, with its default if it is
+    # Beside a tower there are two such keys. transformers 5 reads the one at the top, with a default if it is
     # absent, and older versions read the other one: where they differ, the weights decide.
     is_tied = config.tie_word_embeddings
     if config.prefix != "model." and is_tied != raw.get("tie_word_embeddings", not is_tied):
@@ -2454,84 +2444,73 @@ def folder_of(flag, name, revisions=None, with_weights=True):
         if name.startswith((".", "/", "~")):
             raise ValueError(f"--{flag} {name}: no such folder")
         if name.count("/") != 1 or ":" in name:
-            what = did_you_mean(name)
-            if not what and flag == "model":
-                what = f"Others are tiny and, with --random_init, {' '.join(PRESETS)}"
-            raise ValueError(f"--{flag} {name}: no such folder, and no Hub id (org/name). {what}".rstrip(". "))
-        folder = download(flag, name, {} if revisions is None else revisions, with_weights)
+            others = f"A folder of an adapter has its {config}"
+            if flag == "model":
+                others = did_you_mean(name) or f"Others are tiny and, with --random_init, {' '.join(PRESETS)}"
+            raise ValueError(f"--{flag} {name}: no such folder, and no Hub id (org/name). {others}")
+        from huggingface_hub import snapshot_download
+
+        wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model", "README.md"]
+        if with_weights:
+            wanted.append("adapter*.safetensors" if flag == "adapter" else "*.safetensors")
+        # consolidated.safetensors has the same weights once more
+        ignored = ["onnx/*", "original/*", "*/*.safetensors", "consolidated*"]
+        revisions = {} if revisions is None else revisions
+        fetch = functools.partial(snapshot_download, name, revision=revisions.get(name),
+                                  allow_patterns=wanted, ignore_patterns=ignored)
+        try:
+            folder = Path(from_hub(fetch))
+        except Exception as error:  # its HTTP library has others, which another version does not have
+            line = " ".join(str(error).split())[:1000]  # some have a whole page of HTML
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            advice = "a partial download resumes at the next start"
+            if status == 403 or type(error).__name__ == "GatedRepoError":
+                advice = f"accept its licence at https://huggingface.co/{name}, then `hf auth login`"
+            elif status in (401, 404):
+                advice = f"misspelled, or private: then `hf auth login`. {did_you_mean(name)}"
+            raise ValueError(f"--{flag} {name}: not a folder here, and the download from the Hub failed "
+                             f"({advice.strip()}): {type(error).__name__}: {line}") from error
+        revisions[name] = folder.name  # in the Hub's cache it has the name of its commit
     # find_result() has looked at folders that are here
     if flag == "model" and is_adapter(folder) and (with_weights or not (folder / CONFIG).exists()):
         base = read_json(folder / ADAPTER_CONFIG).get(BASE)
         raise ValueError(f"--model {name}: an adapter: give --adapter {name} and its base, --model {base}")
     if (folder / config).exists():
         return folder
+    # what there is up to two levels below it, as in the Hub's cache
     below = [path for levels in ("", "*/", "*/*/") for path in folder.glob(f"{levels}*")]
-    flags = {file: other for other, file in FOLDERS.items()}
-    found = [f"--{flags[path.name]} {name if path.parent == folder else path.parent}"
-             for path in below if path.name in flags]
-    what = f"give {listing(found)}" if found else format_of_files(str(path) for path in below)
+    found = [f"--{other} {name if path.parent == folder else path.parent}"
+             for other, file in FOLDERS.items() for path in below if path.name == file]
+    what = f"give {listing(found)}" if found else format_of_files(map(str, below))
     if not what and any(path.suffix == ".safetensors" for path in below):
-        what = f"weights alone: copy {config} and tokenizer*.json of the same training, or of its base, to them"
+        what = f"weights alone: copy {config} and tokenizer*.json of the same training or its base to them"
     raise ValueError(f"{folder}: no {config}: {what or 'expected a folder as transformers or PEFT save it'}")
-
-
-def download(flag, name, revisions, with_weights):
-    """The folder of a model or an adapter of the Hub in the Hub's cache. revisions: see tokenized()."""
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.jinja", "*.py", "merges.txt", "tokenizer.model", "README.md"]
-    if with_weights:
-        wanted.append("adapter*.safetensors" if flag == "adapter" else "*.safetensors")
-    # consolidated.safetensors has the same weights once more
-    ignored = ["onnx/*", "original/*", "*/*.safetensors", "consolidated*"]
-    fetch = functools.partial(snapshot_download, name, revision=revisions.get(name),
-                              allow_patterns=wanted, ignore_patterns=ignored)
-    try:
-        folder = Path(from_hub(fetch))
-    except Exception as error:  # its HTTP library has others, which another version does not have
-        line = " ".join(str(error).split())[:1000]  # some have a whole page of HTML
-        raise ValueError(f"--{flag} {name}: not a folder here, and the download from the Hub failed "
-                         f"({what_to_do(error, name)}): {type(error).__name__}: {line}") from error
-    revisions[name] = folder.name  # in the Hub's cache it has the name of its commit
-    return folder
-
-
-def what_to_do(error, name):
-    """What to do about an error of the Hub."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status == 403 or type(error).__name__ == "GatedRepoError":
-        return f"accept its licence at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
-    if status in (401, 404):
-        return f"misspelled, or private: then `hf auth login` or set HF_TOKEN. {did_you_mean(name)}".rstrip(". ")
-    return "a partial download resumes at the next start"
 
 
 def did_you_mean(name):
     """A question with the presets' ids that a name may mean (Qwen3-4B, llama3:8b, meta/llama-3-8b), or ""."""
+    def plain(text):
+        return re.sub("[^a-z0-9.]", "", text.lower())
+
     typed = name.rstrip("/").rpartition("/")[2]
-    ids = [config["_name_or_path"] for config in PRESETS.values()]
-    known = dict(zip(PRESETS, ids)) | {hub_id.partition("/")[2]: hub_id for hub_id in ids}
-
-    def pattern_of(text):  # llama3:8b is Llama-3-8B
-        return re.compile("[-_:]*".join(map(re.escape, re.sub("[-_:]", "", text))), re.IGNORECASE)
-
-    found = {}  # {end of what is known in `typed`: the id, and what was typed behind it}
-    for text, hub_id in known.items():
-        if match := pattern_of(text).search(typed):
-            found[match.end()] = hub_id + ("" if ":" in typed else typed[match.end() :])
-    meant = [found[max(found)]] if found else []
-    if not found and typed:
-        meant = [hub_id for text, hub_id in known.items() if pattern_of(typed).match(text)]
-    if not meant:
-        similar = difflib.get_close_matches(typed.lower(), PRESETS, n=1, cutoff=0.8)
-        meant = [known[text] for text in similar if re.findall(r"\d", text) == re.findall(r"\d", typed)]
-    meant = {hub_id for hub_id in meant if hub_id != name}
+    ids = {}
+    for preset_name, config in PRESETS.items():
+        hub_id = config["_name_or_path"]
+        known = hub_id.partition("/")[2]
+        if typed.lower().startswith(known.lower()) and ":" not in typed:  # Llama-3.1-8B-Instruct
+            hub_id = hub_id.removesuffix(known) + known + typed[len(known) :]
+        ids |= {plain(preset_name): hub_id, plain(known): hub_id}
+    inside = [known for known in ids if known in plain(typed)]
+    similar = difflib.get_close_matches(plain(typed), ids, n=1, cutoff=0.8)
+    similar = [known for known in similar if re.findall(r"\d", known) == re.findall(r"\d", typed)]
+    begun = [known for known in ids if known.startswith(plain(typed))]
+    meant = {ids[known] for known in sorted(inside, key=len)[-1:] or begun or similar} - {name}
     return f"Did you mean {listing(meant)}?" if meant else ""
 
 
 # {a pattern of the names of files: what they are, and what to do}
 OTHER_FORMATS = {
-    r"[.]gguf$": "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
+    r"\.gguf$": "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
     r"adapters[.](safetensors|npz)$":
         "an adapter of MLX: `mlx_lm.fuse --model BASE --adapter-path DIR` makes a model of it",
     r"[.]distcp$|/pytorch_model_fsdp_\d+$":
@@ -2544,10 +2523,10 @@ OTHER_FORMATS = {
         "Meta's or Mistral's own format: take the same model's config.json and model*.safetensors",
     r"/lit_model[.]pth|/(meta|hf)_model_\d+_\d+[.]pt$|/adapter_\d+[.]pt$":
         "LitGPT's or torchtune's own format: their converters to Hugging Face's make a folder of it",
+    r"/model-rank-\d+-part-\d+[.]safetensors$": "vLLM's own format: give the folder that vLLM has read",
     # others of these lie beside weights
-    r"^(?!.*/(optimizer|scheduler|rng_state|scaler|training_args)).*[.](pth|pt|bin|ckpt)$":
-        ".bin and .pth can run code: transformers' save_pretrained writes safetensors",
-    r"[.](h5|msgpack|onnx|npz|ot)$": "another format: transformers' save_pretrained writes safetensors",
+    r"^(?!.*/(optimizer|scheduler|rng_state|scaler|training_args)).*[.](pth|pt|bin|h5|msgpack|onnx|npz)$":
+        "safetensors alone are read (.bin and .pth can run code): transformers' save_pretrained writes them",
 }
 
 
@@ -2562,9 +2541,11 @@ def format_of_files(paths):
 
 def weight_files(folder, single):
     """The names of the files with a folder's weights: those of its index, or its one file, or all parts."""
+    # An adapter may lie beside its base. Mistral's consolidated.safetensors has other names of tensors.
+    kind = "^(?!adapter|consolidated).*(model|weights)" if single == WEIGHTS else "adapter|lora"
     index = folder / f"{single}.index.json"
-    others = sorted(folder.glob("*.safetensors.index.json"))
-    if not index.exists() and len(others) == 1 and not (folder / single).exists():
+    others = [path for path in folder.glob("*.safetensors.index.json") if re.search(kind, path.name)]
+    if len(others) == 1 and not (folder / single).exists():
         index = others[0]
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -2574,18 +2555,13 @@ def weight_files(folder, single):
             raise ValueError(f"{index}: weight_map: expected {{tensor: file}} with plain names of files")
         # transformers would read the one, and vLLM the other
         if single not in names and (folder / single).exists():
-            raise ValueError(f"{index}: does not name {single}, which is there as well: remove one of the two")
+            raise ValueError(f"{index}: does not name {single}, which is there as well: remove one of them")
         return names
     if (folder / single).exists():
         return [single]
-    # An adapter may lie beside its base. Mistral's consolidated.safetensors has other names of tensors.
-    kind = "^(?!adapter|consolidated).*(model|weights)" if single == WEIGHTS else "adapter|lora"
     names = sorted(path.name for path in folder.glob("*.safetensors") if re.search(kind, path.name))
-    parts = [re.search(r"-(\d+)-of-(\d+)[.]safetensors$", name) for name in names]
-    if len(names) == 1 and not parts[0]:
-        return names
-    is_whole = all(parts) and [int(part[1]) for part in parts] == [*range(1, len(names) + 1)]
-    return names if is_whole and {int(part[2]) for part in parts} == {len(names)} else []
+    n_parts = re.search(r"-of-(\d+)[.]safetensors$", names[0]) if names else None
+    return names if len(names) == (int(n_parts[1]) if n_parts else 1) else []
 
 
 # types of quantized weights, and the ends of the names of a matrix's tensors: FP8's scale, bitsandbytes' rest
@@ -2651,8 +2627,8 @@ class WeightFiles:
         for path in [self.folder / name for name in weight_files(self.folder, single) or [single]]:
             check_is_file(path)
             if not path.exists():
-                incomplete = f"the download is incomplete (several files need their {single}.index.json)"
-                why = format_of_files(os.listdir(self.folder)) or incomplete
+                why = format_of_files(os.listdir(self.folder)) or (
+                    f"the download is incomplete, or several files lack their {single}.index.json")
                 raise ValueError(f"{path}: no such file: {why}; there are {listing(os.listdir(self.folder))}")
             self.add_file(path)
         self.join_quantized()
@@ -2674,10 +2650,8 @@ class WeightFiles:
                 say_once(f"note: {path}: the value head (v_head.*) of TRL is left out")
                 continue
             if 0 in stored.get_shape():
-                raise ValueError(
-                    f"{path}: {listing([name])} is empty: DeepSpeed's ZeRO-3 and FSDP save shards, unless their "
-                    "weights are gathered first (stage3_gather_16bit_weights_on_model_save: true); "
-                    "zero_to_fp32.py or `accelerate merge-weights` makes whole weights of the shards")
+                raise ValueError(f"{path}: {listing([name])} is empty, as ZeRO-3 and FSDP save it: its "
+                                 "zero_to_fp32.py or `accelerate merge-weights` makes weights of all shards")
             tensor = Stored(path, tuple(stored.get_shape()), (DTYPES | QUANTIZED).get(dtype, dtype), name)
             for module, matrix in matrices_in(module_name(name), tensor):
                 if module in self.tensors:
@@ -2884,6 +2858,14 @@ def whole(reader, name):
     return reader.rows(name, 0, reader.tensors[name].n_rows)
 
 
+# {a pattern of the names of tensors that no model here has: what they are, and what to do}
+OTHER_NAMES = {
+    r"[.](qkv_proj|gate_up_proj|w?qkv|Wqkv|query_key_value)[.]":
+        "fused layers, as vLLM has them in memory: give the folder that transformers saves",
+    r"[.]base_layer[.]": "base and adapter: PEFT's merge_and_unload() and save_pretrained() make one model",
+}
+
+
 def sizes_of(shapes):
     """{"hidden size": D, "blocks": n} of the {name: shape} of a model's tensors, or of its adapter's."""
     sizes = {}
@@ -2928,8 +2910,9 @@ def check_weights(model, reader, folder):
         "wrong shape": [f"{name} is {list(found[name])}, not {list(expected[name])}"
                         for name in expected.keys() & found if found[name] != expected[name]],
     }
-    if any(re.search(r"[.](qkv_proj|gate_up_proj|Wqkv|wqkv|query_key_value)[.]", name) for name in found):
-        advice = ": fused layers, as vLLM has them in memory: give the folder that transformers saves"
+    for pattern, why in OTHER_NAMES.items():
+        if any(re.search(pattern, name) for name in found.keys() - expected):
+            advice = f": {why}"
     if any(differences.values()):
         text = "; ".join(f"{what}: {listing(names)}" for what, names in differences.items() if names)
         raise ValueError(f"{folder}: {text}{advice}")
@@ -2964,7 +2947,9 @@ MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) an
 def open_adapter(folder):
     """A PEFT LoRA adapter -> (WeightFiles, {flag: value})."""
     where = f"{folder}/{ADAPTER_CONFIG}"
-    config = read_adapter_config(folder)
+    config = read_json(where)
+    if "peft_type" not in config:
+        raise ValueError(f"{where}: no peft_type: {format_of_files(os.listdir(folder)) or 'expected LORA'}")
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {quoted(value)} is not implemented: {MERGE}")
@@ -3110,14 +3095,12 @@ def layout_of_result(reader, config):
 def with_both_spellings(raw):
     """dtype and RoPE as transformers 5 and 4 spell them: 4 would take float32, and a theta of 10,000."""
     config = lm.parse_config(raw)
-    if "text_config" in raw:
-        raw = raw | {"text_config": with_both_spellings(raw["text_config"])}
-    dtype = raw.get("dtype") or raw.get("torch_dtype")
-    if dtype:
+    if dtype := raw.get("dtype") or raw.get("torch_dtype"):
         raw = raw | {"dtype": dtype, "torch_dtype": dtype}
-    # version 4 has neither Qwen3.5 nor Muse Glimmer
-    if "text_config" in raw or config.family.norms_add_one:
+    if config.family.norms_add_one:  # version 4 has neither Qwen3.5 nor Muse Glimmer
         return raw
+    if "text_config" in raw:
+        return raw | {"text_config": with_both_spellings(raw["text_config"])}
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     # numbers as the file has them: not every reader takes 8.0 for an 8
     scaling = {key: given.get(key, value) for key, value in config.rope_scaling.items()}

@@ -579,9 +579,9 @@ TENSORS = {
     "no weights": Case(
         spoil=[rename(WEIGHTS, "gone")],
         says=[WEIGHTS, "no such file"]),
-    "an old file alone": Case(
-        spoil=[rename(WEIGHTS, "model/model-old.safetensors")],
-        says=[WEIGHTS, "no such file"]),
+    "two old files": Case(
+        spoil=[rename(WEIGHTS, "model/model-old.safetensors"), write("model/model-older.safetensors", "")],
+        says=[WEIGHTS, "no such file", "several files lack their model.safetensors.index.json"]),
     "a pickle": Case(
         spoil=[rename(WEIGHTS, "model/pytorch_model.bin")],
         says=[WEIGHTS, ".bin", "save_pretrained", "safetensors"]),

@@ -965,6 +965,22 @@ def test_weights_that_are_not_whole_or_of_several_meanings_are_not_read(tmp_path
         data.WeightFiles(folder)
 
 
+def test_fused_layers_and_the_state_of_a_peft_model_are_named(tmp_path):
+    folder = model_with_weights(tmp_path / "model")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    with torch.device("meta"):
+        model = lm.Transformer(lm.parse_config(data.read_json(folder / "config.json")))
+    for old, new, words in (
+        (".self_attn.q_proj.", ".self_attn.qkv_proj.", "fused layers, as vLLM has them"),
+        (".mlp.up_proj.", ".mlp.gate_up_proj.", "fused layers, as vLLM has them"),
+        (".q_proj.", ".q_proj.base_layer.", "merge_and_unload"),
+    ):
+        save_file({name.replace(old, new): tensors[name] for name in tensors}, path)
+        with pytest.raises(ValueError, match=f"unexpected: .*{words}"):
+            data.check_weights(model, data.WeightFiles(folder), "m")
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module._orig_mod."])
 def test_names_of_wrapped_modules_are_read(tmp_path, prefix):
     folder = model_with_weights(tmp_path / "model")
@@ -979,7 +995,7 @@ def test_names_of_wrapped_modules_are_read(tmp_path, prefix):
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0)])
 def test_empty_tensors_of_zero_3_are_named(tmp_path, shape):
     save_file({"model.norm.weight": torch.zeros(shape)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model.norm.weight is empty: DeepSpeed's ZeRO-3.*zero_to_fp32.py"):
+    with pytest.raises(ValueError, match=r"model.norm.weight is empty, as ZeRO-3.*zero_to_fp32.py"):
         data.WeightFiles(tmp_path)
 
 
@@ -1040,7 +1056,7 @@ def test_an_adapter_of_mlx_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"fine_tune_type": "lora", "num_layers": 16}')
     (tmp_path / "adapters.safetensors").write_bytes(b"")
     for open_it in (data.open_adapter, data.find_result):
-        with pytest.raises(ValueError, match=r"no adapter of PEFT: an adapter of MLX: `mlx_lm\.fuse"):
+        with pytest.raises(ValueError, match=r"adapter_config\.json: .*: an adapter of MLX: `mlx_lm\.fuse"):
             open_it(tmp_path)
 
 
@@ -1135,3 +1151,18 @@ def test_a_loss_that_ends_ten_times_higher_and_rows_in_both_sets_get_a_note(tmp_
     assert re.search(r"note: \d+ examples of --eval_data are trained on, too", said)
     _, said, _ = run_ranks(1, [*job, "--lr", 1e-4, "--steps", 2], tmp_path / "good")
     assert "note:" not in said
+
+
+def test_an_old_transformers_and_an_old_peft_find_what_they_read(tmp_path):
+    for key in ("dtype", "torch_dtype"):
+        raw = {name: value for name, value in golden_config("qwen2", "goldens").items() if "dtype" not in name}
+        written = data.with_both_spellings(raw | {key: "float16"})
+        assert (written["dtype"], written["torch_dtype"]) == ("float16", "float16")
+        assert "dtype" not in data.with_both_spellings(raw)
+    # PEFT of 2025 ends with a TypeError at a key that it does not know
+    pair = {"model.embed_tokens.weight": torch.zeros(4, 2), data.HEAD: torch.ones(4, 2)}
+    for tensors, is_said in ((pair, False), (dict([*pair.items()][:1]), True), ({}, False)):
+        data.save_adapter(tensors, tmp_path, "base", 2, 4.0, 0.0, ["q_proj"])
+        settings = data.read_json(tmp_path / "adapter_config.json")
+        assert settings.get("ensure_weight_tying", False) is is_said
+        assert ("ensure_weight_tying" in settings) is is_said

@@ -270,7 +270,7 @@ def test_a_model_is_written_as_it_was_read(one_step_without_change, base, tmp_pa
         assert torch.equal(after[name], tensor), name
     assert filecmp.cmp(base / "tokenizer.json", final / "tokenizer.json", shallow=False)
     config = data.read_json(base / "config.json")
-    assert data.read_json(final / "config.json") == data.with_both_ropes(config)
+    assert data.read_json(final / "config.json") == data.with_both_spellings(config)
 
 
 @pytest.mark.parametrize("world", [1, 4])  # of the 5 rows of an adapter four ranks hold 2, 2, 1 and 0
