@@ -446,7 +446,7 @@ def test_a_base_that_has_moved_is_said_with_the_file_that_names_it(tmp_path, cap
         (adapter / "adapter_config.json").write_text(json.dumps(config))
         assert train.launch(["--model", str(adapter)]) == 2
         message = capsys.readouterr().err
-        assert f"{adapter}/adapter_config.json: base_model_name_or_path is {json.dumps(spoiled)}, expected" in message
+        assert f"{adapter}/adapter_config.json: base_model_name_or_path is {json.dumps(spoiled)}, not the base" in message
         assert message.endswith(f": --adapter {adapter} --model BASE\n")
 
 
@@ -490,9 +490,10 @@ def test_a_pattern_in_quotes_stands_for_its_files_in_order(tmp_path, monkeypatch
 
 def test_plain_python_finds_a_hub_id_in_the_cache_and_names_a_fresh_folder(tmp_path, chats):
     cached = tmp_path / "hub/models--someone--tiny"
-    shutil.copytree(HERE / "tiny", cached / "snapshots/abc")
+    commit = "0123456789" * 4
+    shutil.copytree(HERE / "tiny", cached / "snapshots" / commit)
     (cached / "refs").mkdir()
-    (cached / "refs/main").write_text("abc")  # the commit that `main` stands for
+    (cached / "refs/main").write_text(commit)  # the commit that `main` stands for
     flags = ["--model", "someone/tiny", "--data", chats, "--seq_len", 128, "--lora", "--steps", 1, "--sample", ""]
     done = shell(TRAIN, *flags, cwd=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
