@@ -2662,8 +2662,8 @@ class WeightFiles:
     def join_quantized(self):
         """Replaces the tensors of a quantized matrix by the matrix."""
         for name in list(self.tensors):
-            layer, _, part = name.partition(".weight")
-            if part not in (NF4_STATE, "_scale", "_scale_inv"):
+            layer, _, kind = name.partition(".weight")
+            if kind not in (NF4_STATE, "_scale", "_scale_inv"):
                 continue
             matrix = f"{layer}.weight"
             with errors_of(f"{self.folder}: {listing([name])}: not as bitsandbytes or transformers write it"):
@@ -2671,9 +2671,9 @@ class WeightFiles:
                          if matrix + part in self.tensors}
                 form = parts[""]._replace(dtype=torch.bfloat16)
                 state = None
-                if part == NF4_STATE:
+                if kind == NF4_STATE:
                     self.format = "bitsandbytes' NF4"
-                    state = json.loads(bytes(self.open_files[parts[part].path].get_tensor(name).tolist()))
+                    state = json.loads(bytes(self.open_files[parts[kind].path].get_tensor(name).tolist()))
                     N, D = state["shape"]
                     if state["blocksize"] != nf4.BLOCK or D % nf4.BLOCK:
                         raise ValueError(f"expected rows in blocks of {nf4.BLOCK}, got {quoted(state)}")
@@ -2870,7 +2870,7 @@ def sizes_of(shapes):
     """{"hidden size": D, "blocks": n} of the {name: shape} of a model's tensors, or of its adapter's."""
     sizes = {}
     for name, shape in shapes.items():
-        if block := re.search(r"(?<!vision_tower)[.]layers[.](\d+)[.]", name):
+        if block := re.search(r"^(?!.*(?:vision|visual)).*[.]layers[.](\d+)[.]", name):
             sizes["blocks"] = max(int(block[1]) + 1, sizes.get("blocks", 0))
             if re.search(r"[.](q|k|v|gate|up)_proj[.](lora_A[.])?weight$", name):
                 sizes["hidden size"] = shape[-1]

@@ -1034,6 +1034,13 @@ def test_an_adapter_or_weights_of_another_model_are_named_by_their_sizes(changes
         data.check_weights(model, data.WeightFiles(data.TINY), "m")
 
 
+def test_blocks_of_a_tower_are_not_those_of_the_model():
+    tower = {f"base_model.model.model.vision_tower.encoder.layers.{i}.q_proj.lora_A.weight": (2, 9) for i in range(9)}
+    assert data.sizes_of(tower) == {}
+    decoder = {"base_model.model.model.language_model.layers.3.self_attn.q_proj.lora_A.weight": (2, 8)}
+    assert data.sizes_of(tower | decoder) == {"blocks": 4, "hidden size": 8}
+
+
 @pytest.mark.parametrize("files, words", [
     (["checkpoint-5/pytorch_model_fsdp_0/__0_0.distcp"], "accelerate merge-weights"),
     (["mp_rank_00_model_states.pt"], "zero_to_fp32.py"),

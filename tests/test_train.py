@@ -446,7 +446,8 @@ def test_a_base_that_has_moved_is_said_with_the_file_that_names_it(tmp_path, cap
         (adapter / "adapter_config.json").write_text(json.dumps(config))
         assert train.launch(["--model", str(adapter)]) == 2
         message = capsys.readouterr().err
-        assert f"{adapter}/adapter_config.json: base_model_name_or_path is {json.dumps(spoiled)}, not the base" in message
+        named = json.dumps(spoiled)
+        assert f"{adapter}/adapter_config.json: base_model_name_or_path is {named}, not the base" in message
         assert message.endswith(f": --adapter {adapter} --model BASE\n")
 
 
