@@ -3084,7 +3084,8 @@ def begin_result(out, tokenizer):
 
 def layout_of_result(reader, config):
     """{name: Stored} of a result: as in the files, with a vocabulary that may have grown."""
-    layout = dict(reader.tensors)
+    layout = {name: stored._replace(name=WRAPPERS.sub("", stored.name))
+              for name, stored in reader.tensors.items()}
     for name in layout.keys() & {embedding_in_files(config), HEAD}:
         layout[name] = layout[name]._replace(shape=(config.vocab_size, config.hidden_size))
     if config.tie_word_embeddings:

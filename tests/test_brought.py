@@ -988,7 +988,11 @@ def test_names_of_wrapped_modules_are_read(tmp_path, prefix):
     before = data.WeightFiles(folder).tensors.keys()
     tensors = load_file(path)
     save_file({prefix + name.replace(".mlp.", ".mlp._orig_mod."): tensors[name] for name in tensors}, path)
-    assert data.WeightFiles(folder).tensors.keys() == before
+    reader = data.WeightFiles(folder)
+    assert reader.tensors.keys() == before
+    config = lm.parse_config(data.read_json(folder / "config.json"))
+    written = data.layout_of_result(reader, config)
+    assert {stored.name for stored in written.values()} == before  # and a result has them without the prefix
     assert data.module_name("base_model.model.a.lora_A.default.weight") == "base_model.model.a.lora_A.weight"
 
 
