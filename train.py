@@ -145,9 +145,10 @@ def main(argv, progress, exits):
         return ranks.leave()
     state = open_run(args, config, loader, eval_loader, opened.reader, resumed, ranks)
     steps = state["steps"]
+    # cards that have bf16 have FlashAttention, for fp16, too
+    flash_in_fp16 = all(ranks.gather(device.type == "cuda" and has_bf16(device)))
     # after the data, because the longest row decides how much is recomputed
-    has_flash = all(ranks.gather(device.type == "cuda" and has_bf16(device)))
-    run = RunSpec(args, config, ranks.world, loader.longest, has_flash)
+    run = RunSpec(args, config, ranks.world, loader.longest, flash_in_fp16)
     room = limit_gpu(args.gpu_gib, ranks)
     policy, planned = plan_run(run, room, steps, mean_length(loader), ranks)
     print_start(argv, run, model, tokenizer.new_ids, policy, ranks)
@@ -166,7 +167,7 @@ def main(argv, progress, exits):
         if ranks.rank == 0:
             settings = settings_of(args, ranks.world) | {"revisions": revisions}
             data.write_json(out / "args.json", settings | OURS)
-    state = ranks.gather(state)[0]  # from here on all ranks have the same
+    state = ranks.gather(state)[0]  # rank 0's: until here each rank had what it has read for itself
     saver = Saver(out, args.keep, ranks, state["step"])
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
     ranks.say(f"{data.count_of(steps, 'steps')} of {data.count_of(state['rows_a_step'], 'rows')}, "
@@ -183,7 +184,12 @@ def main(argv, progress, exits):
 
     end_if_signalled = functools.partial(end_if_stopped, save, saver, state, stop, ranks)
 
-    def evaluate_now():
+    def evaluate_if_due():
+        # a step may be evaluated already, before the run was resumed
+        if not eval_loader or state["evaluated"] == state["step"]:
+            return
+        if state["step"] < steps and not (args.eval_every and state["step"] % args.eval_every == 0):
+            return
         with log.paused():
             evaluation = evaluate(model, eval_loader, ranks, args, stop)
         if evaluation is None:  # a signal came: the run that continues this one evaluates this step
@@ -199,16 +205,13 @@ def main(argv, progress, exits):
     keep_freed_memory(on=device.type == "cpu" and not args.fsdp2)
     profiler = tracer(args.profile, args.memory_snapshot, out, ranks)
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
-        n_done = state["step"]  # data, dropout and schedule count from 0
-        # Step n is evaluated when iteration n + 1 begins, so a resumed run makes up for a missed evaluation.
-        is_due = args.eval_every and n_done % args.eval_every == 0
-        if is_due and state["evaluated"] < n_done:
-            evaluate_now()
-        step = n_done + 1  # as it is logged
+        # of the step before, so that a resumed run makes up for an evaluation that it has missed
+        evaluate_if_due()
+        step = state["step"] + 1  # from 1, as it is logged; the schedule, dropout and data count from 0
         ranks.rearm_watchdog()  # a rank has --timeout seconds from here to the next call
-        lr = set_rates_(optimizer, n_done, steps, args)
+        lr = set_rates_(optimizer, step - 1, steps, args)
         # other dropout masks in each step and on each rank, and the same ones when a step is computed again
-        torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(args.seed) + n_done) + ranks.rank))
+        torch.manual_seed(nf4.scramble(nf4.scramble(nf4.scramble(args.seed) + step - 1) + ranks.rank))
 
         progress |= {"step": step, "tokens_of_micro_batch": max(batch.tokens.numel() for batch in batches)}
         sums, norm = train_step(trainer, batches, counts.terms)
@@ -220,15 +223,15 @@ def main(argv, progress, exits):
 
         # Once in a while: log, and check that the numbers are finite. This comes before each save, so no
         # checkpoint counts a step that ends the run. All ranks must decide alike, or one would save while the
-        # others train. The all-reduce is gloo's: it does not wait for the GPU.
-        stopped, overdue = ranks.largest(stop.number, log.seconds() > 10)
+        # others train: each number is the largest of any rank. This does not wait for the GPU.
+        stopped, silent_s = ranks.largest(stop.number, log.seconds())
         save_due = args.save_every and (step % args.save_every == 0 or step == steps)
         # the first steps show whether a run learns, the first after a resume whether it continues well
         log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
-        if log_due or overdue or save_due or stopped:
+        if log_due or silent_s > 10 or save_due or stopped:
             # here the host waits for the GPU
             numbers = to_host({**log.means(), "lr": lr, "grad_norm": norm, **nonfinite.take_counts_()})
-            bad_step = index_of_bad_step(step, numbers)
+            bad_step = bad_step_of(step, numbers)
             if bad_step is not None:
                 end_not_finite(trainer, loader, bad_step)
             log.write(numbers)
@@ -247,8 +250,7 @@ def main(argv, progress, exits):
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
     export = functools.partial(data.export, args, model, opened.reader, opened.files, tokenizer, out, ranks)
     write_result(export, end_if_signalled, saver, steps, ranks, args.timeout)
-    if eval_loader and state["evaluated"] < steps:
-        evaluate_now()
+    evaluate_if_due()
     end_if_signalled()  # for a signal that came during the export
     stop.can_save = False  # all is written: from here on a signal ends the process at once
     progress["is_written"] = True
@@ -264,20 +266,26 @@ def main(argv, progress, exits):
 
 # ---------------- ranks
 
-PATIENCE = 4  # how many --timeout a rank may be late outside of the training loop
+LONG = 4  # how many --timeout a rank may be late outside of the training loop
 
 
 class Ranks:
-    """This process among the others: its number, its device, and the small values that ranks exchange."""
+    """This process among the others: its number, its device, and the small values that ranks exchange.
+
+    How long ranks wait for one that hangs. Who gives up first reports: stacks, or which rank is missing.
+
+        who waits         for what                                          seconds
+        the watchdog      a step, or a batch of an evaluation               --timeout, T
+        collectives       others in a step (NCCL, gloo), and at the start   2 T + 60
+        rank 0            others in gather() and agree(): they may load,    4 T
+                          save or export for hours
+        the other ranks   rank 0 there                                      8 T
+    """
 
     def __init__(self, want_group, timeout):
-        # How long ranks wait for one that hangs. In a step rearm_watchdog() ends this rank after `timeout`
-        # seconds; collectives fail later, so the watchdog reports first.
         self.timeout = timeout
         self.step_limit = timedelta(seconds=2 * timeout + 60)
-        # gather() and agree(), where a rank may load or save for hours: rank 0 gives up after this time and
-        # names who is missing, the others after twice as long.
-        self.long_limit = timedelta(seconds=PATIENCE * timeout)
+        self.long_limit = timedelta(seconds=LONG * timeout)
         # One rank under plain python: without `control`, the methods talk to no other process.
         self.rank = 0
         self.world = 1
@@ -2035,18 +2043,18 @@ class NonFinite:
         return counts
 
 
-def index_of_bad_step(step, numbers):
-    """-> the step, from 0, that ends the run because it was not finite, or None. step: the newest, from 1."""
+def bad_step_of(step, numbers):
+    """-> the step that ends the run because it was not finite, or None. step: the newest of the row."""
     losses = numbers["losses"]
     n_skipped = int(numbers["skipped_steps"])
     if n_skipped and "loss_scale" not in numbers:
-        return step - n_skipped  # found_inf stays 1 from the bad step on, so all later ones are counted, too
+        return step - n_skipped + 1  # found_inf stays 1 from the bad step on: all later ones are counted, too
     # In fp16 a gradient that overflows ends no run, but a loss does: no scale makes the loss itself finite.
-    for index, loss in enumerate(losses, step - len(losses)):
+    for step_of_loss, loss in enumerate(losses, step - len(losses) + 1):
         if not math.isfinite(loss):
-            return index
+            return step_of_loss
     # GradScaler would halve the scale for ever. At 1 even gradients of the plain mean loss overflow.
-    return step - 1 if numbers.get("loss_scale", 1) < 1 else None
+    return step if numbers.get("loss_scale", 1) < 1 else None
 
 
 def check_finite(tensors, step, ranks, host_pages=None):
@@ -2068,12 +2076,13 @@ def check_finite(tensors, step, ranks, host_pages=None):
 
 
 def end_not_finite(trainer, loader, step):
-    """Ends a run whose loss or gradient was inf or nan in `step` (from 0), and names its documents."""
+    """Ends a run whose loss or gradient was inf or nan in `step`, and names its documents."""
     args = trainer.run.args
     ranks = trainer.ranks
     # If a weight itself is not finite, that is the cause, and no document is to blame.
-    check_finite(dict(trainer.model.named_parameters()), step, ranks, trainer.host_pages)
-    places = ranks.gather(", ".join(loader.places(step, args.grad_accum)[:8]))
+    n_done = step - 1
+    check_finite(dict(trainer.model.named_parameters()), n_done, ranks, trainer.host_pages)
+    places = ranks.gather(", ".join(loader.places(n_done, args.grad_accum)[:8]))  # the loader counts from 0
     changed = "The weights and"
     if args.optim_in_backward:
         changed = "Gradients that came earlier in this step were applied. The"
@@ -2082,7 +2091,7 @@ def end_not_finite(trainer, loader, step):
         advice = f"{FP16_ENDS}. If the loss still becomes inf or nan, lower --lr, which is {args.lr:g}"
     ranks.leave()
     raise FloatingPointError(
-        f"step {step + 1}: the loss or a gradient is inf or nan. {changed} checkpoints were not touched. "
+        f"step {step}: the loss or a gradient is inf or nan. {changed} checkpoints were not touched. "
         f"{advice}, or look at the documents of that step:"
         + "".join(f"\n  rank {rank}: {names}" for rank, names in enumerate(places)))
 
@@ -4055,7 +4064,7 @@ def launch(argv=None):
             which = re.sub(r" in \d+ ms$|\. This is.*", "", str(error).splitlines()[0])
             message = (f"lost contact with another rank at step {progress['step']}, in {stack_of(error)}: it "
                        f"crashed or hangs. Saved checkpoints are intact. ({which}. Outside of a step, "
-                       f"--timeout N waits for {PATIENCE} N seconds.)")
+                       f"--timeout N waits for {LONG} N seconds.)")
         else:
             speaks = True
             message = f"{type(error).__name__}: {error}"

@@ -335,16 +335,16 @@ def test_the_search_for_what_fits_proposes_no_bf16_where_fp16_is_used():
     assert any("bf16" in option for option in train.ladder_of(run))
 
 
-@pytest.mark.parametrize("losses_of_row, n_skipped, scale, index", [
+@pytest.mark.parametrize("losses_of_row, n_skipped, scale, step", [
     ([1.0, 2.0, 3.0], 0, None, None),
-    ([1.0, 2.0, 3.0], 2, None, 8),  # the bad step and the one after it, which found_inf skipped
-    ([1.0, math.nan, 3.0], 0, None, 8),  # beside gradients that are finite: its own step, not the newest
-    ([1.0, math.inf, 3.0], 2, 2.0**10, 8),
+    ([1.0, 2.0, 3.0], 2, None, 9),  # the bad step and the one after it, which found_inf skipped
+    ([1.0, math.nan, 3.0], 0, None, 9),  # beside gradients that are finite: its own step, not the newest
+    ([1.0, math.inf, 3.0], 2, 2.0**10, 9),
     ([1.0, 2.0, 3.0], 2, 2.0**10, None),  # skipped, and the run goes on
-    ([1.0, 2.0, 3.0], 1, 0.5, 9),
+    ([1.0, 2.0, 3.0], 1, 0.5, 10),
 ])
-def test_the_step_that_ends_a_run_is_the_one_that_was_not_finite(losses_of_row, n_skipped, scale, index):
+def test_the_step_that_ends_a_run_is_the_one_that_was_not_finite(losses_of_row, n_skipped, scale, step):
     numbers = {"losses": losses_of_row, "skipped_steps": float(n_skipped)}
     if scale is not None:
         numbers["loss_scale"] = scale
-    assert train.index_of_bad_step(10, numbers) == index  # a row of steps 8, 9 and 10, which are 7, 8, 9 from 0
+    assert train.bad_step_of(10, numbers) == step  # a row of steps 8, 9 and 10
