@@ -172,8 +172,8 @@ def main(argv, progress, exits):
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
     ranks.say(f"{data.count_of(steps, 'steps')} of {data.count_of(state['rows_a_step'], 'rows')}, "
               f"learning rate {args.lr:.3g}, {begin}\nwriting to {out}")
-    sample = Sample(args.sample, args.max_new_tokens or 48, args.temperature,
-                    opened, loader.documents, resumed, ranks, stop)
+    eval_every = evaluation_interval(args, state, eval_loader, ranks)
+    sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
     log = Log(out, state, loader, ranks, sinks)
     stop.can_save = True  # from here on a signal waits for the end of a step, which is saved
 
@@ -185,10 +185,8 @@ def main(argv, progress, exits):
     end_if_signalled = functools.partial(end_if_stopped, save, saver, state, stop, ranks)
 
     def evaluate_if_due():
-        # a step may be evaluated already, before the run was resumed
-        if not eval_loader or state["evaluated"] == state["step"]:
-            return
-        if state["step"] < steps and not (args.eval_every and state["step"] % args.eval_every == 0):
+        is_due = state["step"] % eval_every == 0 or state["step"] == steps
+        if not eval_loader or not is_due or state["evaluated"] == state["step"]:
             return
         with log.paused():
             evaluation = evaluate(model, eval_loader, ranks, args, stop)
@@ -207,6 +205,10 @@ def main(argv, progress, exits):
     for batches, counts in loader.ahead(state["step"], steps, args.grad_accum):
         # of the step before, so that a resumed run makes up for an evaluation that it has missed
         evaluate_if_due()
+        if args.patience and state["evals_since_best"] >= args.patience:
+            ranks.say(f"--patience {args.patience} ends the run after step {state['step']} of {steps}")
+            save()  # as after the last step of any run
+            break
         step = state["step"] + 1  # from 1, as it is logged; the schedule, dropout and data count from 0
         ranks.rearm_watchdog()  # a rank has --timeout seconds from here to the next call
         lr = set_rates_(optimizer, step - 1, steps, args)
@@ -228,7 +230,8 @@ def main(argv, progress, exits):
         save_due = args.save_every and (step % args.save_every == 0 or step == steps)
         # the first steps show whether a run learns, the first after a resume whether it continues well
         log_due = step <= 10 or step == log.start_step + 1 or step == steps or step % args.log_every == 0
-        if log_due or silent_s > 10 or save_due or stopped:
+        eval_due = step % eval_every == 0  # which may save a checkpoint, or end the run
+        if log_due or eval_due or silent_s > 10 or save_due or stopped:
             # here the host waits for the GPU
             numbers = to_host({**log.means(), "lr": lr, "grad_norm": norm, **nonfinite.take_counts_()})
             bad_step = bad_step_of(step, numbers)
@@ -245,11 +248,17 @@ def main(argv, progress, exits):
             end_if_signalled()
 
     # ---- the result: written before an evaluation or a sample could fail
+    if args.patience:
+        evaluate_if_due()  # but here it decides what the result is
     faulthandler.cancel_dump_traceback_later()  # of rearm_watchdog(): an export may take longer than a step
+    result_step = state["step"]
+    if args.patience:
+        tensors = training_tensors(model, optimizer, nonfinite)
+        result_step = load_best_(tensors, state, saver, resumed, ranks)
     # the last update may have made a weight inf, and no forward has seen it since
-    check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, steps, ranks)
+    check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, result_step, ranks)
     export = functools.partial(data.export, args, model, opened.reader, opened.files, tokenizer, out, ranks)
-    write_result(export, end_if_signalled, saver, steps, ranks, args.timeout)
+    write_result(export, end_if_signalled, saver, state["step"], ranks, args.timeout)
     evaluate_if_due()
     end_if_signalled()  # for a signal that came during the export
     stop.can_save = False  # all is written: from here on a signal ends the process at once
@@ -261,7 +270,7 @@ def main(argv, progress, exits):
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
             adapter_reader = data.WeightFiles(out / "final", data.ADAPTER_WEIGHTS)
             data.merge(args, opened.reader, adapter_reader, opened.files, tokenizer, out)
-    say_done(args.lora, args.merge, args.random_init, out, state, ranks)
+    say_done(args.lora, args.merge, args.random_init, out, state, result_step, ranks)
 
 
 # ---------------- ranks
@@ -274,12 +283,11 @@ class Ranks:
 
     How long ranks wait for one that hangs. Who gives up first reports: stacks, or which rank is missing.
 
-        who waits         for what                                          seconds
-        the watchdog      a step, or a batch of an evaluation               --timeout, T
-        collectives       others in a step (NCCL, gloo), and at the start   2 T + 60
-        rank 0            others in gather() and agree(): they may load,    4 T
-                          save or export for hours
-        the other ranks   rank 0 there                                      8 T
+        who waits         for what                                         seconds
+        the watchdog      a step, or a batch of an evaluation              T, which is --timeout
+        collectives       the others in a step, and at the start           2 T + 60
+        rank 0            the others, which may load or save for hours     4 T, in gather() and agree()
+        the other ranks   rank 0 in gather() and agree()                   8 T
     """
 
     def __init__(self, want_group, timeout):
@@ -697,13 +705,14 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
             "rows_a_step": rows_a_step,
             "evaluated": 0,  # the step of the newest evaluation
             "best_eval": None,  # the row of metrics.jsonl of the best one
+            "evals_since_best": 0,  # for --patience
             "eval_data": eval_data,  # checksum
             "metrics_bytes": 0,  # size of metrics.jsonl
             "settings": settings,
         }
         # the saved state counts, except for `steps`: a run may be made longer or shorter
         if resumed:
-            state = read_state(resumed, settings, ranks)
+            state |= read_state(resumed, settings, ranks)  # older versions have no evals_since_best
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
@@ -716,7 +725,7 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
         if state["evaluated"]:
             ranks.say(f"note: {resumed} was evaluated on different --eval_data: its best loss no longer "
                       "counts")
-        state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None}
+        state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None, "evals_since_best": 0}
     return state
 
 
@@ -908,6 +917,23 @@ def log_probabilities(losses_S, n_targets):
     # not index_add: on a GPU it adds in another order, with other bits, in each run
     answers = losses_S.split(n_targets)  # the losses of each document
     return -torch.stack([answer.sum() for answer in answers]).view(-1, 2)
+
+
+def evaluation_interval(args, state, loader, ranks):
+    """-> steps between evaluations, which it says: --eval_every, or a tenth of the run, more on much data."""
+    steps = state["steps"]
+    if not loader:
+        return steps
+    # A forward alone takes about a third of the time of a row. All evaluations may take a tenth of the run.
+    n_evaluations = min(10, 3 * steps * state["rows_a_step"] // (10 * len(loader.rows)))
+    interval = args.eval_every or math.ceil(steps / max(n_evaluations, 1))
+    ranks.say(f"evaluation: every {data.count_of(interval, 'steps')}, and after the last (--eval_every)")
+    if args.patience:
+        evaluations = data.count_of(args.patience, "evaluations")
+        ranks.say(f"the run ends after {evaluations} without a better one; final/ gets the best")
+        if (1 + args.patience) * interval >= steps:  # the first one is the best by then
+            ranks.say(f"note: --patience {args.patience} cannot end this run: use a smaller --eval_every")
+    return interval
 
 
 @contextlib.contextmanager
@@ -1512,6 +1538,8 @@ def draw(path, curves):
             points.append(f"{x:.1f},{y:.1f}")
         line = " ".join(points)
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        # a line of one point would not be seen
+        shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
         place = f'x="702" y="{30 + 18 * i}" text-anchor="end"'
         shapes.append(f'<text {place} style="fill:{colour}">{name}</text>')
     data.replace_file(path, "\n".join([*shapes, "</svg>\n"]))
@@ -1616,6 +1644,7 @@ class Log:
         # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
         best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
         self.state["best_eval"] = best
+        self.state["evals_since_best"] = 0 if best is row else self.state["evals_since_best"] + 1
         self.state["evaluated"] = row["step"]
         self.append(row, f"step {row['step']}  eval loss {row['eval_loss']:.4f} over {row[n_terms]:,} "
                          f"{self.loader.term}, best {best['eval_loss']:.4f} at step {best['step']}",
@@ -1855,10 +1884,10 @@ class Sample:
     """The model's answers to --sample, with random numbers of their own: they change no bit of a run. Rank 0
     prints them, but all ranks must call the methods, because under FSDP2 each forward is a collective."""
 
-    def __init__(self, question, max_new_tokens, temperature, opened, documents, resumed, ranks, stop):
-        self.question = (question or "").strip()
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
+    def __init__(self, args, opened, documents, resumed, ranks, stop):
+        self.question = (args.sample or "").strip()
+        self.max_new_tokens = args.max_new_tokens or 48
+        self.temperature = args.temperature
         self.model = opened.model
         self.tokenizer = opened.tokenizer
         self.ranks = ranks
@@ -1867,9 +1896,14 @@ class Sample:
         if not self.question:
             return
         is_chat = any(file.report.n_chats for file in documents.files)  # if not, a text to go on with
-        ask = [{"role": "user", "content": question}] if is_chat else question
         # now, because a template that refuses the question must not end a run after hours
         with ranks.agree():
+            ask = args.sample
+            if is_chat:
+                question = {"role": "user", "content": args.sample}
+                ask = [*system_message(self.tokenizer, args.system), question]
+            elif args.system:
+                raise ValueError("--system: --data has no chats, so --sample is a text: leave --system out")
             self.prompt = self.tokenizer.prompt(ask)
         ranks.say(textwrap.fill(f"sample: {self.question}", 80, subsequent_indent="  "))
         if not resumed:
@@ -1903,23 +1937,39 @@ class Sample:
             self.ranks.say(f"--- {self.question}\nbefore: {self.before}\nafter:  {after}\n---")
 
 
+def system_message(tokenizer, text):
+    """-> [the message of --system], or []. ValueError if the template drops or refuses it, by trial."""
+    if not text:
+        return []
+    trial = [{"role": "system", "content": text + data.MARK}, data.SHORT_QUESTION]
+    rendered = ""
+    with contextlib.suppress(ValueError):
+        rendered, _ = tokenizer.render(trial, generation_prompt=True)
+    if data.MARK not in rendered:
+        raise ValueError(f"--system: {tokenizer.source} takes no system message: leave it out")
+    return [{"role": "system", "content": text}]
+
+
 def chat(args):
     """A conversation in the terminal, or an answer for each line of a pipe."""
     ranks = Ranks(want_group=False, timeout=args.timeout)
     opened = open_model(args, ranks)
     model = opened.model
     tokenizer = opened.tokenizer
+    with ranks.agree():
+        system = system_message(tokenizer, args.system)
     model.to_empty(device=ranks.device).tie_()
     load_weights_(model, opened, args.seed, None, ranks)
     model.eval()
     sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 becomes a mark
-    commands = "/reset starts a new chat, Ctrl-C stops an answer, /quit or Ctrl-D ends"
+    commands = ("/reset starts a new chat, /system TEXT one with a system message, /system one\n"
+                "without; Ctrl-C stops an answer, /quit or Ctrl-D ends")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):  # not every Python has it
             import readline  # noqa: F401  (gives input() the arrow keys and a history)
         data.say(f"talking with {args.adapter or args.model}\n{commands}")
-    messages = []
+    messages = system
     while True:
         try:
             question = input("> " if is_terminal else "").strip()
@@ -1931,16 +1981,20 @@ def chat(args):
             question = "/help"  # perhaps Ctrl-C was meant for an answer that has just ended
         if question == "/quit":
             break
-        if question == "/reset":
-            messages = []
-            if is_terminal:
-                data.say("a new chat")
-        elif re.fullmatch(r"/\w*|/\?", question):
-            data.say(f"\n{commands}")
-        elif question:
-            # The history grows by a question and its answer together, or, if either fails, by neither.
-            asked = [*messages, {"role": "user", "content": question}]
-            try:
+        given = re.fullmatch(r"/system(\s.*)?", question)
+        try:
+            if given:
+                system = system_message(tokenizer, (given[1] or "").strip())
+            if given or question == "/reset":
+                messages = system
+                if is_terminal:
+                    text = textwrap.shorten(system[0]["content"], 50) if system else "none"
+                    data.say(f"a new chat; system message: {text}")
+            elif re.fullmatch(r"/\w*|/\?", question):
+                data.say(f"\n{commands}")
+            elif question:
+                # The history grows by a question and its answer together, or, if either fails, by neither.
+                asked = [*messages, {"role": "user", "content": question}]
                 with contextlib.suppress(KeyboardInterrupt):
                     prompt = tokenizer.prompt(asked)
                     check_length(len(prompt), opened.config.n_positions)
@@ -1948,8 +2002,9 @@ def chat(args):
                                          ranks.device, args.temperature)
                     said = print_answer(tokenizer, tokens)
                     messages = [*asked, {"role": "assistant", "content": said}]
-            except ValueError as error:  # the conversation goes on without this question
-                data.say(f"train.py: error: {error}", to_stderr=True)
+                data.say()
+        except ValueError as error:  # the conversation goes on without this question
+            data.say(f"train.py: error: {error}", to_stderr=True)
             data.say()
     if is_terminal:
         data.say()  # the shell's prompt begins on a line of its own
@@ -2138,14 +2193,30 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
             end_if_signalled()
 
 
-def say_done(lora, merge, random_init, out, state, ranks):
+def load_best_(tensors, state, saver, resumed, ranks):
+    """--patience: loads the tensors of the best evaluation's checkpoint -> the step that final/ gets."""
+    step = state["step"]
+    best = state["best_eval"] or state
+    saved = checkpoints(resumed.parent) if resumed else {}  # a run may go on in another folder
+    folder = (saved | checkpoints(saver.out)).get(best["step"])
+    # if the last step could not be saved, only this process has its weights
+    if not folder or saver.last_step != step:
+        ranks.say(f"note: final/ gets step {step}: step {best['step']} or {step} has no checkpoint")
+        return step
+    with ranks.agree():
+        load_checkpoint(folder, read_state(folder, {}, ranks)["files"], tensors)
+    ranks.say(f"final/ gets the weights of step {best['step']}")
+    return best["step"]
+
+
+def say_done(lora, merge, random_init, out, state, result_step, ranks):
     if ranks.rank:
         return
     best = state["best_eval"]
-    if best and best["step"] < state["step"] and best["step"] in checkpoints(out):
+    if best and best["step"] != result_step and best["step"] in checkpoints(out):
         checkpoint = checkpoints(out)[best["step"]]
         ranks.say(f"best evaluation loss {best['eval_loss']:.4f} at step {best['step']}; final/ has step "
-                  f"{state['step']}. To export the best: python train.py --export {checkpoint}")
+                  f"{result_step}. To export the best: python train.py --export {checkpoint}")
     written = f"{out}/final and {out}/merged" if merge else f"{out}/final"
     next_step = f"Try it: python train.py --chat --model {out}/{'merged' if merge else 'final'}"
     if lora and random_init and not merge:
@@ -2863,8 +2934,10 @@ def add_run_flags(parser):
         "their stacks; 4 N while a rank loads, saves or exports. A full disk at the end is tried for N")
     add(run, "--log_every", WHOLE, 10, "log every N steps, at least every ten seconds, and each of the first "
         "ten steps", also="logging_steps log_interval")
-    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: evaluate only at the end)",
-        needs="eval_data", also="eval_steps")
+    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: a tenth of the run, more if "
+        "evaluations would take more than a tenth of it)", needs="eval_data", also="eval_steps")
+    add(run, "--patience", WHOLE, None, "end after N evaluations without a better one; final/ gets the best "
+        "(default: off)", needs="eval_data", also="early_stopping_patience load_best_model_at_end")
     switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
     add(run, "--world", WHOLE, None, "GPUs of a --dry_run (default: 1)", needs="dry_run", everyday=True)
     add(run, "--gpu", str, None, "card that --dry_run plans for, such as 3090 or H100: its memory and, for "
@@ -2879,6 +2952,7 @@ def add_run_flags(parser):
     add(run, "--export", PATH, None, "write final/ of a checkpoint and exit", metavar="RUN/checkpoint-N")
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
         "and without --data, only merge", needs="lora", everyday=True)
+    add(run, "--system", str, None, "system message of --chat and --sample (default: none)")
     add(run, "--sample", str, None, "a text to continue or a question to answer before training, at each "
         "evaluation and after training (default: none, except for the built-in data)")
     switch(run, "--chat", "talk with --model instead of training", everyday=True)
@@ -3057,6 +3131,10 @@ def refuse_conflicts(args):
     if args.dpo and args.train_embeddings:
         refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
                "before, and give its merged model")
+    if args.system and not (args.chat or args.sample):
+        refuse("--system needs --chat or --sample")
+    if args.patience and not args.save_every:
+        refuse("--patience needs --save_every above 0: final/ gets the weights of the best checkpoint")
     if args.stochastic_rounding and args.precision != "bf16":
         refuse("--stochastic_rounding needs --precision bf16")
     if args.optim_in_backward and (args.grad_accum > 1 or args.clip):

@@ -124,6 +124,11 @@ FLAGS = {  # flags: words of the message
     # flags that need others, or exclude them
     "--model qwen3-0.6b": ["qwen3-0.6b", "--random_init", "Qwen/Qwen3-0.6B"],
     "--eval_every 5": ["--eval_every needs --eval_data"],
+    "--patience 5": ["--patience needs --eval_data"],
+    "--patience 0 --eval_data 0.1": ["--patience: 0: expected a whole number above 0"],
+    "--data a.jsonl --patience 5 --eval_data 0.1 --save_every 0": ["--patience needs --save_every above 0"],
+    "--early_stopping_patience 3": ["mean --patience?"],
+    "--system hi": ["--system needs --chat or --sample"],
     "--world 4": ["--world needs --dry_run"],
     "--chat --fsdp2": ["--chat", "one device"],
     "--stochastic_rounding": ["needs --precision bf16"],

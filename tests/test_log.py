@@ -41,7 +41,8 @@ def steps_with(key, rows):
 @pytest.fixture
 def log(tmp_path):
     """A Log at step 4 of 9, without sinks."""
-    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1, "metrics_bytes": 0}
+    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1, "metrics_bytes": 0,
+             "evals_since_best": 0}
     loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0, term="tokens")
     return train.Log(tmp_path, state, loader, ALONE, sinks=[])
 
@@ -461,7 +462,8 @@ def sample_of(tiny, monkeypatch):
         opened = SimpleNamespace(model=torch.nn.Linear(1, 1), tokenizer=tiny)
         documents = SimpleNamespace(files=[])
         no_signal = SimpleNamespace(number=0)
-        return train.Sample("What?", 48, 0.0, opened, documents, "checkpoint-2", ALONE, stop or no_signal)
+        args = SimpleNamespace(sample="What?", system=None, max_new_tokens=48, temperature=0.0)
+        return train.Sample(args, opened, documents, "checkpoint-2", ALONE, stop or no_signal)
 
     return make
 

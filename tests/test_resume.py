@@ -78,6 +78,10 @@ def curve(rows):
     return [[row[key] for key in keys] for row in trained(rows)]
 
 
+def json_rows(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 def state_at(out, step):
     return json.loads((out / f"checkpoint-{step}" / train.STATE).read_text())
 
@@ -791,6 +795,73 @@ def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_mode
     assert train.launch([*argv, "--steps", "2", "--out", str(tmp_path / "two")]) == 0
     name = "adapter_model.safetensors" if method else "model.safetensors"
     assert (tmp_path / "run-step-2/final" / name).read_bytes() == (tmp_path / "two/final" / name).read_bytes()
+
+
+def with_evaluations(losses, argv):
+    """train.py whose evaluation of each step has this loss."""
+    log_of = {}
+    init = train.Log.__init__
+
+    def noting_init(self, out, state, *others):
+        log_of["state"] = state
+        init(self, out, state, *others)
+
+    train.Log.__init__ = noting_init
+    train.evaluate = lambda *_: {"eval_loss": losses[log_of["state"]["step"] - 1], "eval_tokens": 9}
+    return train.launch(argv)
+
+
+@pytest.mark.parametrize("world, method", [(1, ""), (2, "--fsdp2 --qlora --merge")])
+def test_a_run_ends_with_its_patience_and_the_best_weights_also_if_it_is_killed_and_resumed(
+        shallow, six_rows, tmp_path, world, method):
+    argv = ["--model", shallow, "--random_init", "--data", six_rows, "--eval_data", six_rows, "--seq_len", 128,
+            "--precision", "fp32", "--steps", 6, "--eval_every", 1, "--save_every", 1, "--keep", 9, *method.split()]
+    argv = [*map(str, argv), "--lr", "1e-2", "--schedule", "constant", "--warmup", "0"]
+
+    def train_in(folder, losses, *flags):
+        """-> (what rank 0 said, {name: bytes} of the weights in final/ and merged/)"""
+        out = tmp_path / folder
+        logs = [tmp_path / f"{folder}-{rank}.log" for rank in range(world)]
+        codes = start_ranks(world, with_evaluations, (losses, [*argv, "--out", str(out), *flags]), logs)
+        assert codes == [0] * world, logs[0].read_text()
+        weights = [*out.glob("final/*.safetensors"), *out.glob("merged/*.safetensors")]
+        return logs[0].read_text(), {str(path.relative_to(out)): path.read_bytes() for path in weights}
+
+    losses = [3.0, 1.0, 2.0, 1.0, 0.5, 4.0]  # step 4 is as good as step 2, and not better
+    patient = ["--patience", "2", "--resume"]
+    said, expected = train_in("run", losses, *patient)
+    assert "the run ends after 2 evaluations without a better one; final/ gets the best\n" in said
+    assert "--patience 2 ends the run after step 4 of 6\n" in said
+    assert "final/ gets the weights of step 2\n" in said
+    assert "best evaluation loss" not in said  # nothing better is left to be exported
+    assert state_at(tmp_path / "run", 4)["evals_since_best"] == 2
+    _, of_step_2 = train_in("two", losses, "--steps", "2")
+    assert expected == of_step_2
+    rows = (tmp_path / "run/metrics.jsonl").read_text()
+
+    # It was killed in step 4, and then after it. A resumed run counts on.
+    for is_lost in ("checkpoint-4", "final"):
+        shutil.rmtree(tmp_path / "run" / is_lost)
+        said, weights = train_in("run", losses, *patient)
+        assert "after step 4 of 6\n" in said
+        assert weights == expected
+        assert curve(json_rows(tmp_path / "run")) == curve(map(json.loads, rows.splitlines()))
+    if world > 1:
+        return
+
+    # The state of a version without the count: it counts from there on. Then step 5 is the best, and step 6 the last.
+    state = state_at(tmp_path / "run", 4)
+    del state["evals_since_best"]
+    (tmp_path / "run/checkpoint-4" / train.STATE).write_text(json.dumps(data.with_checksum(state)))
+    said, weights = train_in("run", losses, *patient)
+    assert "final/ gets the weights of step 5\n" in said
+    assert weights.keys() == expected.keys()
+    assert weights != expected
+    # without the best checkpoint the result is what the run has
+    shutil.rmtree(tmp_path / "run/checkpoint-5")
+    said, weights_of_6 = train_in("run", losses, *patient)
+    assert "note: final/ gets step 6: step 5 or 6 has no checkpoint\n" in said
+    assert weights_of_6 != weights
 
 
 # ---------------------------------------------------------------- names on the Hub

@@ -95,7 +95,8 @@ def main_job(few_chats, tmp_path_factory):
 @pytest.mark.bf16
 def test_main_job_writes_what_it_promises(main_job):
     out = main_job.out
-    assert names_in(out) == {"args.json", "metrics.jsonl", "loss.svg", "lock", "checkpoint-12", "final", "merged"}
+    checkpoints = {"checkpoint-6", "checkpoint-12"}  # of the first evaluation, which is the best one by then
+    assert names_in(out) == {"args.json", "metrics.jsonl", "loss.svg", "lock", "final", "merged", *checkpoints}
     assert names_in(out / "final") >= {"adapter_config.json", "adapter_model.safetensors"}
     assert names_in(out / "merged") == names_in(HERE / "tiny") | {"generation_config.json"}
     args = json.loads((out / "args.json").read_text())
@@ -112,8 +113,12 @@ KEYS_OF_A_STEP = {
 
 @pytest.mark.bf16
 def test_metrics_of_the_main_job_show_that_it_learns(main_job):
-    *of_steps, of_evaluation = main_job.rows
-    assert of_evaluation.keys() == {"step", "eval_loss", "eval_tokens"}
+    of_steps = [row for row in main_job.rows if "loss" in row]
+    of_evaluations = [row for row in main_job.rows if "eval_loss" in row]
+    assert [row["step"] for row in of_evaluations] == [6, 12]  # a third of that would take a tenth of the run
+    assert "\nevaluation: every 6 steps, and after the last (--eval_every)\n" in main_job.said
+    for row in of_evaluations:
+        assert row.keys() == {"step", "eval_loss", "eval_tokens"}
     for row in of_steps:
         assert row.keys() == KEYS_OF_A_STEP
         assert math.isfinite(row["loss"])
@@ -528,6 +533,30 @@ def test_epochs_and_overflow_say_how_many_steps_a_run_has(folder, chats, tmp_pat
     assert rows[-1]["step"] == math.ceil(0.25 * n_rows / 4)
 
 
+@pytest.mark.parametrize("steps, n_rows, flags, every, words", [
+    (500, 10, "", 50, "every 50 steps, and after the last"),
+    (505, 10, "", 51, "every 51 steps"),  # ten times at most
+    (100, 20, "", 34, "every 34 steps"),  # three times: 60 rows, which cost as much as 20 of the training's 200
+    (100, 31, "", 100, "every 100 steps"),  # two would take more than a tenth: only that after the last step is made
+    (100, 10_000, "", 100, "every 100 steps"),
+    (3, 1, "", 3, "every 3 steps"),
+    (1, 1, "", 1, "every 1 step,"),
+    (100, 10_000, "--eval_every 7", 7, "every 7 steps"),
+    (100, 1, "--patience 2", 10, "the run ends after 2 evaluations without a better one; final/ gets the best"),
+    (100, 1, "--patience 9", 10, "note: --patience 9 cannot end this run: use a smaller --eval_every"),
+])
+def test_evaluations_take_a_tenth_of_a_run_at_most_unless_they_are_asked_for(
+        capsys, steps, n_rows, flags, every, words):
+    args = train.parse_args(["--data", "stdlib:docs", "--eval_data", "2", *flags.split()])
+    state = {"steps": steps, "rows_a_step": 2}
+    loader = SimpleNamespace(rows=[0] * n_rows)
+    assert train.evaluation_interval(args, state, loader, train.Ranks(False, 1800)) == every
+    said = capsys.readouterr().out
+    assert words in said
+    assert max(len(line) for line in said.splitlines()) <= 80
+    assert ("note" in said) == ("note" in words)
+
+
 @pytest.mark.rounding
 def test_evaluation_is_the_training_loss(folder, few_chats, tmp_path):
     argv = ["--model", folder, "--random_init", "--data", few_chats, "--eval_data", few_chats, "--seq_len", 96,
@@ -683,7 +712,8 @@ class Board:
 def log(tmp_path, monkeypatch):
     """A Log at step 4 of 9, with a Board."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
-    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1, "metrics_bytes": 0}
+    state = {"step": 4, "steps": 9, "tokens": 0, "best_eval": None, "rows_a_step": 1, "metrics_bytes": 0,
+             "evals_since_best": 0}
     loader = SimpleNamespace(rows=[0] * 9, waited_s=0.0, term="tokens")  # all that a Log asks of its loader
     args = SimpleNamespace(tensorboard=True, wandb=False)
     sinks = train.open_sinks(args, tmp_path, tmp_path / "checkpoint-4", ALONE, contextlib.ExitStack())
@@ -867,6 +897,38 @@ def test_a_chat_answers_at_the_temperature_that_was_asked_for(monkeypatch):
     assert temperatures == [0.5]
 
 
+def test_a_chat_begins_with_its_system_message_until_another_one_is_given(monkeypatch, capsys):
+    questions = answer_with(monkeypatch, [])
+    lines = b"a\n/reset\nb\n/system  Be brief.\nc\n/system\nd\n/systems\n"
+    assert ask(monkeypatch, lines, "--system", "Be kind.") == 0
+    said = [[message["content"] for message in messages] for messages in questions]
+    assert said == [["Be kind.", "a"], ["Be kind.", "b"], ["Be brief.", "c"], ["d"]]
+    assert [messages[0]["role"] for messages in questions] == ["system"] * 3 + ["user"]
+    assert "/system TEXT" in capsys.readouterr().out  # /systems is no command: these are shown
+
+
+# Templates without a system role: one raises, one drops the message, one takes that of a role for another.
+NO_SYSTEM = [
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}",
+    "{% for m in messages if m.role != 'system' %}<|im_start|>system user a{{ m.content }}{% endfor %}",
+    "{{ messages[-1].content }}",
+]
+
+
+@pytest.mark.parametrize("template", NO_SYSTEM)
+def test_a_system_message_that_a_template_drops_or_refuses_is_an_error(tmp_path, monkeypatch, capsys, template):
+    path = tmp_path / "mine.jinja"
+    path.write_text(template)
+    said = f"train.py: error: --system: chat template ({path}) takes no system message: leave it out"
+    assert ask(monkeypatch, b"hi\n", "--chat_template", path, "--system", "a") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    # a chat goes on as it was
+    questions = answer_with(monkeypatch, [])
+    assert ask(monkeypatch, b"hi\n/system a\nagain\n", "--chat_template", path) == 0
+    assert capsys.readouterr().err.splitlines() == [said]
+    assert [len(messages) for messages in questions] == [1, 3]
+
+
 def test_chat_tells_of_a_prompt_beyond_the_trained_positions_and_refuses_an_endless_one(monkeypatch, capsys):
     prompt_lengths = []  # of the questions that reach the model
 
@@ -1040,6 +1102,14 @@ def test_the_curve_has_every_step_however_often_a_run_logs_and_stops(shallow, ch
         assert row["loss"] == expected[row["step"] - 1]
     (points,) = re.findall('<polyline points="(.*?)"', (tmp_path / "few/loss.svg").read_text())
     assert len(points.split()) == 16
+
+
+def test_a_curve_of_one_value_is_a_dot(tmp_path):
+    curves = {("training loss", "blue"): [(1, 3.0), (2, 2.0)], ("evaluation loss", "red"): [(2, 2.5)]}
+    train.draw(tmp_path / "loss.svg", curves)
+    picture = (tmp_path / "loss.svg").read_text()
+    (x, y) = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="3" fill="red"/>', picture)[0]
+    assert (float(x), float(y)) == (708, 185)  # the last step, half of the height
 
 
 STRANGE_ROWS = [
