@@ -390,8 +390,7 @@ def prepare_device(local_rank, n_local):
     threads = os.environ.get("OMP_NUM_THREADS")
     # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
     if not threads or (threads == "1" and "RANK" in os.environ):
-        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, n_cores // n_local))
+        torch.set_num_threads(max(1, allowed_cores() // n_local))
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
         # Segments that can grow leave no unusable holes. CUDA's allocator reads this at its first use.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -1810,6 +1809,40 @@ def tracer(profile, snapshot, out, ranks):
 
 
 # ---------------- what a start prints
+
+def cgroup_limits(controller, file, *older_files):
+    """Yields the numbers of a limit, for each control group that this process is in. file: as version 2 of
+    cgroups calls it; older_files: what version 1 has in its place."""
+    groups = {"/"}  # where a container sees its own, whatever path it has on the machine
+    trees = {"": [file], controller: older_files}  # {folder of a hierarchy: files of each group in it}
+    with contextlib.suppress(OSError, ValueError):  # no Linux
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers or controller in controllers.split(","):
+                trees.setdefault(controllers, older_files)  # cpu,cpuacct for example
+                groups |= {group, *map(str, Path(group).parents)}  # the limits of those above count, too
+    for group, (tree, names) in itertools.product(groups, trees.items()):
+        folder = Path(f"/sys/fs/cgroup/{tree}/{group}")
+        with contextlib.suppress(OSError, ValueError):  # the file is not there, or it says "max"
+            yield [int(word) for name in names for word in (folder / name).read_text().split()]
+
+
+def allowed_cores():
+    """How many CPU cores this process may use: by its affinity, and by the quota of a container or a job."""
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for quota_us, period_us in cgroup_limits("cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        if quota_us > 0:  # version 1 has -1 where there is none
+            n_cores = min(n_cores, math.ceil(quota_us / period_us))
+    return n_cores
+
+
+def allowed_memory():
+    """Bytes of host memory that this process may use: the machine's, or the limit of a container or a job."""
+    n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for (limit,) in cgroup_limits("memory", "memory.max", "memory.limit_in_bytes"):
+        n_bytes = min(n_bytes, limit)
+    return n_bytes
+
 
 def print_start(argv, run, model, new_ids, policy, ranks):
     """Prints what the flags, the plan and the device make of this run, and the flags as they were typed."""

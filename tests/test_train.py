@@ -273,7 +273,7 @@ def test_chat_answers_each_line_of_a_pipe_with_what_a_run_has_made(main_job):
 ], ids=str)
 def test_ranks_share_the_cores_unless_the_user_has_set_threads(monkeypatch, variables, n_threads):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(train, "allowed_cores", lambda: 8)
     given = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -282,6 +282,42 @@ def test_ranks_share_the_cores_unless_the_user_has_set_threads(monkeypatch, vari
         monkeypatch.setenv(name, value)
     train.prepare_device(0, int(variables.get("LOCAL_WORLD_SIZE", 1)))
     assert given == n_threads
+
+
+@pytest.mark.parametrize("files, n_cores, gib", [
+    # none, and none that limits
+    ({}, 8, 64),
+    ({"cpu.max": "max 100000", "memory.max": "max"}, 8, 64),
+    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
+      "memory/memory.limit_in_bytes": "9223372036854771712"}, 8, 64),
+    # a container's own, rounded up, and at least one core
+    ({"cpu.max": "150000 100000", "memory.max": str(2**33)}, 2, 8),
+    ({"cpu.max": "20000 100000"}, 1, 64),
+    ({"cpu.max": "9900000 100000", "memory.max": str(2**40)}, 8, 64),
+    # a group's own, and those of the groups above it
+    ({"/proc/self/cgroup": "0::/jobs/7/step", "jobs/7/step/cpu.max": "max 100000", "jobs/7/cpu.max": "300000 100000",
+      "jobs/cpu.max": "500000 100000", "jobs/memory.max": str(2**32), "other/memory.max": "1"}, 3, 4),
+    # version 1, where each controller has a tree of its own, and two may share one
+    ({"/proc/self/cgroup": "4:memory:/job\n2:cpu,cpuacct:/job/step\n1:name=systemd:/\n0::/",
+      "cpu,cpuacct/job/step/cpu.cfs_quota_us": "200000", "cpu,cpuacct/job/step/cpu.cfs_period_us": "50000",
+      "memory/job/memory.limit_in_bytes": str(2**34)}, 4, 16),
+    # a container under version 1: its path is the machine's, and its own group is the root that it sees
+    ({"/proc/self/cgroup": "4:memory:/docker/ab\n2:cpu:/docker/ab", "cpu/cpu.cfs_quota_us": "100000",
+      "cpu/cpu.cfs_period_us": "100000", "memory/memory.limit_in_bytes": str(2**31)}, 1, 2),
+], ids=str)
+def test_cores_and_memory_are_those_that_the_container_allows(monkeypatch, files, n_cores, gib):
+    def read_text(path):
+        name = str(path).removeprefix("/sys/fs/cgroup/")
+        if name not in files:
+            raise FileNotFoundError(path)
+        return files[name] + "\n"
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**24}.__getitem__)
+    found = train.allowed_cores(), train.allowed_memory()
+    monkeypatch.undo()  # pytest itself reads files
+    assert found == (n_cores, gib * 2**30)
 
 
 def test_windows_is_told_of_wsl_before_anything_fails_there():
