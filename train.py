@@ -43,7 +43,8 @@ import sys
 
 if __name__ == "__main__":
     # Ctrl-C during the imports, which take seconds, ends the process without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys._getframe().f_back is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # see handle()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "win32":  # or an import below would end in a traceback about fcntl
         sys.exit("train.py: error: oomph does not run on Windows, but in its WSL: `wsl --install` adds that")
     # A stream that the caller has closed (`>&-`) is None. The next file that is opened would get its number,
@@ -105,6 +106,9 @@ OUT_OF_MEMORY = 4
 FP16_ENDS = "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16"
 TESTED_TORCH = 2, 15  # the newest one, see tests/private_names.py
 
+# Whether Python runs this file itself. A notebook's %run, a profiler or a debugger goes on after it.
+IS_PROGRAM = __name__ == "__main__" and sys._getframe().f_back is None
+
 # ---------------- main
 
 def main(argv, progress, exits):
@@ -121,10 +125,10 @@ def main(argv, progress, exits):
         return merge_result(args, exits)
 
     # ---- what the user gave: everything is checked before anything large is allocated
-    # While it waits for other ranks in C++, no handler in Python would run.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if IS_PROGRAM:  # while it waits for other ranks in C++, no handler in Python would run
+        handle(signal.SIGINT, signal.SIG_DFL)
     ranks = Ranks(args.fsdp2, args.timeout)
-    stop = StopSignal()
+    stop = StopSignal(exits)
     device = ranks.device
     # first, so that two starts never share a folder; RunFolder.leave() removes it if no step is made
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
@@ -408,24 +412,37 @@ def prepare_device(local_rank, n_local):
     return device
 
 
+def handle(number, handler):
+    """Sets what a signal does. One that is ignored stays so: nohup, and a shell for jobs in the background."""
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, handler)
+
+
 class StopSignal:
     """Notes a signal in `number`, so that a run can finish its step, save and end."""
 
-    def __init__(self):
+    def __init__(self, exits):
         self.number = 0
         # Until main sets it, a signal ends the process at once.
         self.can_save = False
         # Slurm (--signal) and clouds send one of the first two before they kill a job.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self.note)
+            # afterwards as before: a notebook goes on
+            exits.callback(handle, number, signal.getsignal(number) or signal.SIG_DFL)
+            handle(number, self.note)
 
     def note(self, number, _):
         # a second Ctrl-C ends it, too, but not under torchrun, which itself sends each rank a second
-        is_second = number == self.number == signal.SIGINT and "RANK" not in os.environ
-        if is_second or not self.can_save:
+        can_end = number == signal.SIGINT and "RANK" not in os.environ
+        if (can_end and self.number == number) or not self.can_save:
             raise KeyboardInterrupt
         self.number = number
+        # Said at once, or whoever waits for a long step presses again. print() must not be called here: the
+        # signal may have come in the middle of another one.
+        if os.environ.get("RANK", "0") == "0":
+            again = "; again: at once, unsaved" if can_end else ""
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(2, f"\nstopping after this step, which is saved{again}\n".encode())
 
 
 # ---------------- opening a model and a run
@@ -4210,9 +4227,12 @@ def report_out_of_memory(error, progress):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout.reconfigure(errors="backslashreplace")  # texts of the data, on whatever terminal
+    handle(signal.SIGINT, signal.default_int_handler)
+    if hasattr(sys.stdout, "reconfigure"):  # that of a notebook has none
+        sys.stdout.reconfigure(errors="backslashreplace")  # texts of the data, on whatever terminal
     code = launch()
+    if not IS_PROGRAM:
+        sys.exit(code)
     # Under FSDP2 gloo's threads outlive the group, and one that frees a tensor during the interpreter's
     # shutdown aborts a finished run, once in 130 (pytorch #179291). So nothing shuts down.
     os._exit(code)

@@ -918,23 +918,69 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_a_second_interrupt_ends_a_single_process_at_once(monkeypatch, handlers):
+@pytest.mark.parametrize("rank, number, answer", [
+    (None, signal.SIGINT, "\nstopping after this step, which is saved; again: at once, unsaved\n"),
+    # torchrun itself sends each rank a second one
+    ("0", signal.SIGINT, "\nstopping after this step, which is saved\n"),
+    (None, signal.SIGTERM, "\nstopping after this step, which is saved\n"),
+    ("1", signal.SIGINT, ""),
+])
+def test_the_first_signal_is_answered_at_once_and_a_second_interrupt_ends_a_single_process(
+        monkeypatch, handlers, capfd, rank, number, answer):
     monkeypatch.delenv("RANK", raising=False)
+    if rank:
+        monkeypatch.setenv("RANK", rank)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own, or none in a background job
-    stop = train.StopSignal()
-    stop.can_save = True
-    signal.raise_signal(signal.SIGINT)
-    assert stop.number == signal.SIGINT
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+    with contextlib.ExitStack() as exits:
+        stop = train.StopSignal(exits)
+        stop.can_save = True
+        signal.raise_signal(number)
+        assert stop.number == number
+        assert capfd.readouterr().err == answer
+        with pytest.raises(KeyboardInterrupt) if "again" in answer else contextlib.nullcontext():
+            signal.raise_signal(number)
 
 
-def test_a_run_under_nohup_outlives_its_terminal(handlers):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which is all that nohup does
-    stop = train.StopSignal()
-    stop.can_save = True
-    signal.raise_signal(signal.SIGHUP)
-    assert stop.number == 0
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+def test_an_ignored_signal_stays_ignored_and_others_do_afterwards_what_they_did_before(handlers, number):
+    """nohup ignores SIGHUP; a script's shell ignores SIGINT for what it starts with &."""
+    for before in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(number, before)
+        with contextlib.ExitStack() as exits:
+            stop = train.StopSignal(exits)
+            stop.can_save = True
+            signal.raise_signal(number)
+            assert stop.number == (0 if before == signal.SIG_IGN else number)
+        assert signal.getsignal(number) == before
+
+
+TO_THE_END = """
+import os, runpy, signal, sys
+before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+sys.argv = ["train.py", *{argv}]
+try:
+    runpy.run_path("train.py", run_name="__main__")  # as a notebook's %run does
+except SystemExit as end:
+    print("goes on after", end.code)
+assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+"""
+
+
+def test_a_notebook_outlives_the_run_in_it(tmp_path):
+    for argv, code in (["--dry_run", "--seq_len", "64"], 0), (["--no_such_flag"], 2):
+        done = subprocess.run([sys.executable, "-c", TO_THE_END.format(argv=argv)], capture_output=True, text=True,
+                              cwd=HERE.parent)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith(f"goes on after {code}\n")
+
+
+def test_a_program_starts_with_the_signals_that_its_parent_ignores(tmp_path):
+    """train.py sets the handler of an interrupt before its imports, too."""
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nraise SystemExit(7)\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}  # train.py imports this torch
+    done = subprocess.run([sys.executable, HERE.parent / "train.py"], env=env,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert done.returncode == 7
 
 
 # ---------------------------------------------------------------- numbers that are not finite
