@@ -188,8 +188,14 @@ def replace_file(path, text):
         put_in_place(part, path)
 
 
+def json_of(content, default=None, indent=None):
+    """A value as JSON, which has no inf and no nan: they become null."""
+    plain = json.loads(json.dumps(content, default=default), parse_constant=lambda name: None)
+    return json.dumps(plain, indent=indent, allow_nan=False)
+
+
 def write_json(path, content):
-    replace_file(path, json.dumps(content, indent=2) + "\n")
+    replace_file(path, json_of(content, indent=2) + "\n")
 
 
 def crc_of(path):
@@ -1618,7 +1624,7 @@ def tokenize(examples, tokenizer, folder, columns):
     if not report.n_tokens:
         raise ValueError(f"nothing to train on{report.note_lines()}{report.errors}")
     report.checksums = checksums_of(folder)
-    (folder / "report.json").write_text(json.dumps(with_checksum(vars(report))))
+    (folder / "report.json").write_text(json_of(with_checksum(vars(report))))
 
 
 def read_examples(examples, tokenizer, columns, report):

@@ -198,7 +198,8 @@ def main(argv, progress, exits):
             end_if_signalled()
         log.write_eval(evaluation)
         saver.note_evaluation(state)
-        if args.save_every and state["best_eval"]["step"] == state["step"]:
+        best = state["best_eval"]
+        if args.save_every and best and best["step"] == state["step"]:
             save()  # if --save_every has not saved this step
         sample.say_answer(log)
 
@@ -1657,22 +1658,26 @@ class Log:
         """Writes the row that evaluate() has made and enters it in `state`."""
         row = {"step": self.state["step"], **evaluation}
         n_terms = f"eval_{self.loader.term}"
-        # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
-        best = min(self.state["best_eval"] or row, row, key=lambda row: row["eval_loss"])
-        self.state["best_eval"] = best
+        line = (f"step {row['step']}  eval loss {row['eval_loss']:.4f} over {row[n_terms]:,} "
+                f"{self.loader.term}")
+        best = self.state["best_eval"]
+        if math.isfinite(row["eval_loss"]):
+            # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
+            best = min(best or row, row, key=lambda row: row["eval_loss"])
+            self.state["best_eval"] = json.loads(data.json_of(best))  # its metrics may be nan
+        elif self.ranks.rank == 0:
+            data.say_once("note: the loss of an evaluation is not finite, so it is never the best one: look at "
+                          "--eval_data,\n  or lower --lr")
         self.state["evals_since_best"] = 0 if best is row else self.state["evals_since_best"] + 1
+        if best:
+            line += f", best {best['eval_loss']:.4f} at step {best['step']}"
         self.state["evaluated"] = row["step"]
-        self.append(row, f"step {row['step']}  eval loss {row['eval_loss']:.4f} over {row[n_terms]:,} "
-                         f"{self.loader.term}, best {best['eval_loss']:.4f} at step {best['step']}",
-                    evaluation.keys() - {"eval_loss", n_terms})
+        self.append(row, line, evaluation.keys() - {"eval_loss", n_terms})
 
     def append(self, row, line, metrics):
         """Writes a row. Prints `line`, and below it those numbers of the row that `metrics` names."""
         if metrics:
             line += "\n  " + "  ".join(f"{name} {row[name]:.4g}" for name in row if name in metrics)
-        # JSON has no inf and no nan
-        row = row | {name: None for name, value in row.items()
-                     if isinstance(value, float) and not math.isfinite(value)}
         self.ranks.say(line)
         if self.ranks.rank:
             return
@@ -1681,11 +1686,12 @@ class Log:
                 # rows behind a resumed run's checkpoint, or half a row that a full disk has left
                 if file.tell() > self.state["metrics_bytes"]:
                     file.truncate(self.state["metrics_bytes"])
-                file.write(json.dumps(row) + "\n")
+                file.write(data.json_of(row) + "\n")
                 self.state["metrics_bytes"] = file.tell()
         except OSError as error:  # a full disk does not end a training
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
-        numbers = {name: value for name, value in row.items() if name != "losses" and value is not None}
+        numbers = {name: value for name, value in row.items()
+                   if name != "losses" and value is not None and math.isfinite(value)}
         call_sinks(self.sinks, lambda sink: sink.write(numbers))
 
     def draw(self):
@@ -2538,6 +2544,9 @@ def read_state(folder, settings, ranks):
     if changed:
         raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with "
                          "(flags, data, version of oomph), or start a new run with another --out")
+    best = state["best_eval"]
+    if best and not math.isfinite(best["eval_loss"]):  # older versions took nan for the best
+        state["best_eval"] = None
     unknown = settings.keys() - saved.keys()
     if unknown:
         ranks.say(f"note: {folder} is of an older version and lacks {data.listing(unknown)}: whether "
@@ -2716,7 +2725,7 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
     if args.nf5:
         settings["the format of NF5"] = nf4.FORMATS[5]
     # As a checkpoint returns them: JSON makes lists of tuples, and text of what it cannot write.
-    return json.loads(json.dumps(settings, default=str))
+    return json.loads(data.json_of(settings, default=str))
 
 
 # ---------------- flags
@@ -4206,7 +4215,7 @@ def launch(argv=None):
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun prints what is in it
         report = {"message": data.printable(message), "extraInfo": {"timestamp": int(time.time())}}
         with contextlib.suppress(OSError):  # a full disk does not change the exit code
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": report}))
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(data.json_of({"message": report}))
     return code
 
 
@@ -4216,7 +4225,7 @@ def report_out_of_memory(error, progress):
               "tokens_of_micro_batch": progress["tokens_of_micro_batch"],
               "error": str(error)[:500], "rank": int(os.getenv("RANK", 0)),
               "max_memory_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
-    text = json.dumps(report, indent=2)
+    text = data.json_of(report, indent=2)
     if progress["out"]:
         with contextlib.suppress(OSError):  # a full disk: the message has all of it
             progress["out"].mkdir(parents=True, exist_ok=True)  # RunFolder.leave() may have removed it

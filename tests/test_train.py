@@ -804,6 +804,48 @@ def test_an_evaluation_of_pairs_says_how_often_the_chosen_answer_wins(log, capsy
                     "  eval_reward_margin 1.25  eval_reward_accuracy 0.75\n")
 
 
+def strict_json(text):
+    def refuse(name):
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_evaluation_that_is_not_finite_is_said_once_and_never_the_best(log, tmp_path, capsys, bad):
+    data.say_once.cache_clear()
+    bests = []
+    for step, loss in enumerate([bad, 2.0, bad, 1.0, bad], 4):
+        log.state["step"] = step
+        # a metric may be nan where the loss is not
+        log.write_eval({"eval_loss": loss, "eval_reward_margin": bad, "eval_tokens": 5})
+        bests.append(log.state["best_eval"] and log.state["best_eval"]["step"])
+        assert log.state["evaluated"] == step
+    assert bests == [None, 5, 5, 7, 7]
+    said = capsys.readouterr().out
+    assert said.count("note: the loss of an evaluation is not finite") == 1
+    assert f"step 4  eval loss {bad:.4f} over 5 tokens\n" in said
+    assert "over 5 tokens, best 2.0000 at step 5\n" in said
+    rows = [strict_json(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["eval_loss"] for row in rows] == [None, 2.0, None, 1.0, None]
+    (sink,) = log.sinks
+    assert ("eval_loss", 2.0, 5) in sink.writer.scalars
+    assert not any(value != value or abs(value) == math.inf for _, value, _ in sink.writer.scalars)
+
+    # what a checkpoint has of it is JSON, and its checksum is that of what is read again
+    ranks = SimpleNamespace(rank=0, world=1, say=print)
+    folder = tmp_path / "checkpoint-8"
+    folder.mkdir()
+    state = dict.fromkeys(train.STATE_KEYS) | log.state | {"settings": {}, "files": {}}
+    data.write_json(folder / train.STATE, data.with_checksum(state))
+    assert strict_json((folder / train.STATE).read_text())["best_eval"]["eval_reward_margin"] is None
+    assert train.read_state(folder, {}, ranks)["best_eval"]["step"] == 7
+    # older versions wrote nan, which is the best no longer
+    state["best_eval"] = {"step": 4, "eval_loss": math.nan}
+    (folder / train.STATE).write_text(json.dumps(data.with_checksum(state)))
+    assert train.read_state(folder, {}, ranks)["best_eval"] is None
+
+
 def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
     log.write_eval({"eval_loss": 2.5, "eval_tokens": 100})
     (sink,) = log.sinks
