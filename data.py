@@ -27,6 +27,7 @@ import csv
 import dataclasses
 import difflib
 import errno
+import fcntl
 import functools
 import glob
 import gzip
@@ -129,12 +130,13 @@ def read_json(path, optional=False):
 
 
 @contextlib.contextmanager
-def writing(path, what):
-    """Adds the path, and what was not written, to an OSError: that of a full disk names neither."""
+def writing(path, what, done="written"):
+    """Adds the path, and what was not done, to an OSError: that of a full disk or of fsync has neither."""
     try:
         yield
     except OSError as error:
-        raise OSError(f"{path}: {what} not written: {error.strerror or error}") from error
+        advice = ": free some disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise OSError(f"{path}: {what} not {done}: {error.strerror or error}{advice}") from error
 
 
 # How a file system says that it has no locks (Lustre, some NFS), or no sync of folders (FUSE, SMB).
@@ -153,12 +155,19 @@ def where_supported(consequence):
 
 
 def sync(path):
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with where_supported("this disk does not sync folders: a power cut may cost what is new"):
+    kind = "folders" if path.is_dir() else "files"
+    with (writing(path, kind.removesuffix("s"), "synced (fsync)"),
+          where_supported(f"this disk does not sync {kind}: a power cut may cost what is new")):
+        handle = os.open(path, os.O_RDONLY)
+        try:
             os.fsync(handle)
-    finally:
-        os.close(handle)
+        finally:
+            os.close(handle)
+
+
+def rename(part, path):
+    with writing(part, "folder" if part.is_dir() else "file", f"renamed to {path.name}"):
+        part.rename(path)
 
 
 def remove(path):
@@ -168,15 +177,28 @@ def remove(path):
     shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_complete(path):
+    """Removes a folder. It is renamed first, because the rest of a checkpoint must not look complete."""
+    part = path.with_name(f"{path.name}.old.part")  # the next start removes what this one cannot
+    remove(part)
+    rename(path, part)
+    remove(part)
+
+
+def make_folder(path):
+    with writing(path, "folder"):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def put_in_place(part, path, keep_older=False):
     """Renames `part` to `path`. keep_older: another process may have made the same one first."""
     for made in (*part.rglob("*"), part):
         sync(made)  # first, or a power cut could leave the new name with files that are not on the disk
     if keep_older and os.path.lexists(path):
         return
-    if part.is_dir():
-        remove(path)  # a folder cannot be renamed to one that has files
-    part.rename(path)
+    if part.is_dir() and os.path.lexists(path):
+        remove_complete(path)  # a folder cannot be renamed to one that has files
+    rename(part, path)
     sync(path.parent)
 
 
@@ -268,7 +290,7 @@ def write_safetensors(path, layout, tensors, checksum=None):
                 crc = checksum(data, crc)
         assert not places, f"{path}: not written: {listing(places)}"  # a hole in a file reads as zeros
         file.flush()
-        os.fsync(file.fileno())
+        sync(path)
     return [path.stat().st_size, crc]
 
 
@@ -1538,16 +1560,42 @@ def tokenized(spec, tokenizer, columns=(), revisions=None):
         remove(folder)
     try:
         with writing(f"{spec}: {cache} (XDG_CACHE_HOME can name another folder)", "tokens"):
-            cache.mkdir(parents=True, exist_ok=True)
-            # in a folder of this process alone: other jobs may be making the same one
-            with tempfile.TemporaryDirectory(dir=cache) as place:
-                unfinished = Path(place) / "documents"  # `place` itself is for this user's eyes only
-                unfinished.mkdir()
+            make_folder(cache)
+            with own_folder(cache) as unfinished:
                 tokenize(examples_in(file_type, paths), tokenizer, unfinished, columns)
+                # or the tokens of a new file would stand under the name of the old one, for all later runs
+                if [sha256_of(path) for path in (__file__, *paths)] != contents:
+                    raise ValueError("changed while it was read: start again when it is complete")
                 put_in_place(unfinished, folder, keep_older=True)
     except ValueError as error:
         raise ValueError(f"{spec}: {error}") from error
     return folder
+
+
+@contextlib.contextmanager
+def own_folder(cache):
+    """Yields a folder in the cache for this process alone: other jobs may be making the same entry. Removes
+    those of processes that were killed: nobody has the file in them locked any more."""
+    with contextlib.ExitStack() as exits:
+        # one process at a time, so that nobody sees a folder between its making and its lock
+        with open(cache / "lock", "a") as turn:
+            lock(turn)
+            for left in cache.glob("tmp*"):
+                # BlockingIOError: another process is at work in it
+                with contextlib.suppress(OSError), open(left / "lock", "a") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(left)
+            place = Path(exits.enter_context(tempfile.TemporaryDirectory(dir=cache)))
+            lock(exits.enter_context(open(place / "lock", "a")))
+        folder = place / "documents"  # `place` itself is for this user's eyes only
+        folder.mkdir()
+        yield folder
+
+
+def lock(file):
+    """Waits for the lock of a file, on a disk that has locks."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def sha256_of(path):
@@ -1837,9 +1885,13 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
     files = []
     tables = []
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
-        report = read_report(folder)
-        tokens, supervised, documents = (
-            np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
+        try:
+            report = read_report(folder)
+            tokens, supervised, documents = (
+                np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
+        except OSError as error:  # somebody has emptied the cache, for example
+            raise OSError(f"{name}: its tokens in the cache, {folder}, cannot be read ({error.strerror}): "
+                          "start again") from error
         long = overflow
         if not long:  # half a text is a text, but half a conversation ends in the middle of an answer
             long = "split" if report.formats.keys() == {"text"} else "drop"
@@ -3084,7 +3136,7 @@ def save_model(tensors, layout, out, raw_config, write):
 
 def begin_result(out, tokenizer):
     remove(out)  # what a try before has left
-    out.mkdir()
+    make_folder(out)
     tokenizer.save(out)
 
 

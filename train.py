@@ -130,7 +130,7 @@ def main(argv, progress, exits):
     ranks = Ranks(args.fsdp2, args.timeout)
     stop = StopSignal(exits)
     device = ranks.device
-    # first, so that two starts never share a folder; RunFolder.leave() removes it if no step is made
+    # first, so that two starts never share a folder; it goes again if no step is made
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
     progress["out"] = out
     opened = open_model(args, ranks, revisions)
@@ -172,7 +172,8 @@ def main(argv, progress, exits):
             settings = settings_of(args, ranks.world) | {"revisions": revisions}
             data.write_json(out / "args.json", settings | OURS)
     state = ranks.gather(state)[0]  # rank 0's: until here each rank had what it has read for itself
-    saver = Saver(out, args.keep, ranks, state["step"])
+    saver = Saver(out, args.keep, ranks, state)
+    say_space(args, trainer, opened.reader, state, saver)
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
     ranks.say(f"{data.count_of(steps, 'steps')} of {data.count_of(state['rows_a_step'], 'rows')}, "
               f"learning rate {args.lr:.3g}, {begin}\nwriting to {out}")
@@ -414,7 +415,7 @@ def prepare_device(local_rank, n_local):
 
 
 def handle(number, handler):
-    """Sets what a signal does. One that is ignored stays so: nohup, and a shell for jobs in the background."""
+    """Sets what a signal does. An ignored one stays ignored: nohup and the shell, for `&`, count on that."""
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, handler)
 
@@ -1666,8 +1667,8 @@ class Log:
             best = min(best or row, row, key=lambda row: row["eval_loss"])
             self.state["best_eval"] = json.loads(data.json_of(best))  # its metrics may be nan
         elif self.ranks.rank == 0:
-            data.say_once("note: the loss of an evaluation is not finite, so it is never the best one: look at "
-                          "--eval_data,\n  or lower --lr")
+            data.say_once("note: the loss of an evaluation is not finite, so it is never the best: look at\n"
+                          "  --eval_data, or lower --lr")
         self.state["evals_since_best"] = 0 if best is row else self.state["evals_since_best"] + 1
         if best:
             line += f", best {best['eval_loss']:.4f} at step {best['step']}"
@@ -2241,9 +2242,8 @@ def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
             if saver.safe_step == steps or n_left == 0:
                 ranks.leave()
                 raise SystemExit(str(error)) from error
-            ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}: "
-                      f"free some disk space. The run tries again every {RETRY_S} s, {n_left} times, or "
-                      "until a signal")
+            ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}. "
+                      f"The run tries again every {RETRY_S} s, {n_left} times, or until a signal")
         for _ in range(RETRY_S):
             time.sleep(1)
             end_if_signalled()
@@ -2298,12 +2298,11 @@ def export_checkpoint(args, exits):
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     with ranks.agree():
         load_checkpoint(checkpoint, state["files"], trained, weights_only=True)
-        folder = RunFolder(args.out or f"{checkpoint.parent}-step-{state['step']}", None)
-        exits.callback(folder.leave)
+        out = exits.enter_context(run_folder(args.out or f"{checkpoint.parent}-step-{state['step']}", None))
         flags = argparse.Namespace(**flags)
-        data.export(flags, model, opened.reader, opened.files, opened.tokenizer, folder.path, ranks)
-    ranks.say(f"done: {folder.path}/final has step {state['step']}. Try it: python train.py --chat --model "
-              f"{folder.path}/final")
+        data.export(flags, model, opened.reader, opened.files, opened.tokenizer, out, ranks)
+    ranks.say(f"done: {out}/final has step {state['step']}. Try it: python train.py --chat --model "
+              f"{out}/final")
 
 
 def merge_result(args, exits):
@@ -2315,11 +2314,10 @@ def merge_result(args, exits):
         out = final.parent
         is_meant = not args.out or out.resolve() == Path(args.out).resolve()
         if is_meant and is_run(out) and final.name == "final":
-            exits.callback(lock_folder(out).close)
+            exits.enter_context(lock_folder(out))
+            rehearse_save(out)
         else:
-            folder = RunFolder(args.out, None)
-            exits.callback(folder.leave)
-            out = folder.path
+            out = exits.enter_context(run_folder(args.out, None))
         data.merge(args, opened.reader, opened.adapter_reader, opened.files, opened.tokenizer, out)
     ranks.say(f"done: {out}/merged (no training, because no --data was given). Try it: python train.py "
               f"--chat --model {out}/merged")
@@ -2384,28 +2382,52 @@ def is_ours(checkpoint):
     return True
 
 
-class RunFolder:
-    """The folder of a run, locked for this process: --out, that of the checkpoint to resume, or a new one."""
+@contextlib.contextmanager
+def run_folder(out, checkpoint):
+    """Yields a run's folder, locked for this process: --out, that of the checkpoint, or a new one."""
+    named = out or (checkpoint and checkpoint.parent)
+    folder = Path(named) if named else new_folder()
+    is_new = not named or not folder.exists()
+    check_folder(folder, checkpoint)  # before anything is written to somebody's files
+    with lock_folder(folder):
+        try:
+            if not is_run(folder):
+                data.write_json(folder / "args.json", OURS)  # until all flags have their final value
+            for part in folder.glob("*.part"):  # left by a process that was killed during a save
+                data.remove(part)
+            rehearse_save(folder)
+            yield folder
+        finally:
+            # a folder that this start has made goes, too, if the run has not got to a step
+            with contextlib.suppress(OSError):
+                names = {*os.listdir(folder)}
+                if is_new and names <= {"lock", "args.json", "args.json.part"}:
+                    for name in names:
+                        (folder / name).unlink()
+                    folder.rmdir()
 
-    def __init__(self, out, checkpoint):
-        named = out or (checkpoint and checkpoint.parent)
-        self.path = Path(named) if named else new_folder()
-        self.is_new = not named or not self.path.exists()
-        check_folder(self.path, checkpoint)  # before anything is written to somebody's files
-        self.lock = lock_folder(self.path)
-        if not is_run(self.path):
-            data.write_json(self.path / "args.json", OURS)  # until all flags have their final value
-        for part in self.path.glob("*.part"):  # left by a process that was killed during a save
-            data.remove(part)
 
-    def leave(self):
-        """Ends the lock. A folder that this start has made goes, too, if the run has not got to a step."""
-        with contextlib.suppress(OSError):
-            if self.is_new and {*os.listdir(self.path)} == {"lock", "args.json"}:
-                (self.path / "args.json").unlink()
-                (self.path / "lock").unlink()
-                self.path.rmdir()
-        self.lock.close()
+def rehearse_save(out):
+    """Does in a run's folder, with a few bytes, all that a save does there. What the disk refuses (a mounted
+    bucket renames no folder) ends the run now, and not when there is something to lose."""
+    part = out / "rehearsal.part"
+    complete = out / "rehearsed.part"
+    try:
+        data.make_folder(part)
+        write_rows(part / "rows.safetensors", {"zeros:0": torch.zeros(2)})
+        for _ in range(2):  # the second time in place of a file, as note_evaluation() does
+            data.write_json(part / STATE, OURS)
+        data.put_in_place(part, complete)
+        data.remove_complete(complete)
+        left = [path.name for path in out.glob("rehears*")]
+        if left:
+            raise OSError(f"{out}/{left[0]}: folder not removed")
+    except OSError as error:
+        raise OSError(f"--out {out}: its disk does not do what a save needs: {error}. Give a folder on "
+                      "another disk") from error
+    finally:
+        data.remove(part)
+        data.remove(complete)
 
 
 def take_folder(out, resume, inspect, ranks, exits):
@@ -2416,9 +2438,7 @@ def take_folder(out, resume, inspect, ranks, exits):
             checkpoint = checkpoint_to_resume(out, resume)
             folder = None
             if not inspect:
-                run_folder = RunFolder(out, checkpoint)
-                exits.callback(run_folder.leave)
-                folder = run_folder.path
+                folder = exits.enter_context(run_folder(out, checkpoint))
             found = folder, checkpoint, revisions_of(checkpoint)
     return ranks.gather(found)[0]
 
@@ -2484,10 +2504,12 @@ def lock_folder(out):
         # The kernel unlocks the file when the process ends, even by SIGKILL: no lock is left behind.
         with data.where_supported(f"--out {out}: its disk has no file locks: let no second job write there"):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # RunFolder.leave() of another start may have removed the file since: then it keeps nobody out
+        # the end of another start may have removed the file since: then it keeps nobody out
         is_locked = os.path.samefile(out / "lock", lock.fileno())
     except (BlockingIOError, FileNotFoundError):
         is_locked = False
+    except OSError as error:
+        raise OSError(f"--out {out}: the file lock in it was not taken: {error.strerror}") from error
     if not is_locked:
         raise ValueError(f"--out {out}: another process writes to it: wait for it, or stop it")
     return lock
@@ -2640,13 +2662,15 @@ def copy_rows_(key, tensor, saved, first_saved):
 class Saver:
     """Writes the checkpoints of a run and removes old ones. A full disk does not end the run."""
 
-    def __init__(self, out, keep, ranks, step=0):
+    def __init__(self, out, keep, ranks, state):
         self.out = out
         self.keep = keep
         self.ranks = ranks
         self.last_step = max(checkpoints(out), default=None)  # of the newest checkpoint in this folder
         # Of the newest checkpoint. At first the step that this process begins with, of another run perhaps.
-        self.safe_step = step
+        self.safe_step = state["step"]
+        if ranks.rank == 0:
+            self.remove_old(state)  # a kill may have come between the last save and this
 
     def save(self, tensors, state):
         """Saves what training_tensors() returns, and `state`. All ranks must call it."""
@@ -2664,7 +2688,7 @@ class Saver:
         files = {}  # {name: [size, checksum]}
         try:
             with self.ranks.agree(end_run=False):
-                part.mkdir(parents=True, exist_ok=True)  # another rank may be first
+                data.make_folder(part)  # another rank may be first
                 if rows_of:  # a second replica has none
                     files[file] = write_rows(part / file, rows_of)
             for others in self.ranks.gather(files):
@@ -2703,9 +2727,31 @@ class Saver:
         saved = checkpoints(self.out)
         for step in sorted(saved)[: -self.keep]:
             if step != best:
-                # renamed first: the rest of a checkpoint must not look complete; the next save tries again
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(saved[step].rename(saved[step].with_suffix(".part")))
+                with contextlib.suppress(OSError):  # the next save tries again
+                    data.remove_complete(saved[step])
+
+
+def say_space(args, trainer, reader, state, saver):
+    """Says if a run will write more than its disk has free. Only a note: some disks report nonsense."""
+    tensors = training_tensors(trainer.model, trainer.optimizer, trainer.nonfinite)
+    checkpoint_bytes = sum(t.numel() * t.element_size() for t in tensors.values())  # of all ranks
+    layout = data.layout_of_result(reader, trainer.run.config).values()
+    model_bytes = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in layout)
+    trained_bytes = sum(p.numel() * p.element_size() for p in trainer.trained)
+    result_bytes = trained_bytes if args.lora else model_bytes
+    if args.merge:
+        result_bytes += model_bytes
+    # one more than --keep while it is written; a signal saves one, too
+    n_saves = math.ceil((state["steps"] - state["step"]) / args.save_every) if args.save_every else 0
+    n_new = max(1, min(n_saves, args.keep + 1) - len(checkpoints(saver.out)))
+    needed = n_new * checkpoint_bytes + result_bytes
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(saver.out).free
+        if needed > free:
+            text = (f"note: {saver.out}: its disk has {free / GIB:.2f} GiB free, and this run will need "
+                    f"{needed / GIB:.2f}: {data.count_of(n_new, 'checkpoints')} of "
+                    f"{checkpoint_bytes / GIB:.2f} GiB and a result of {result_bytes / GIB:.2f}")
+            saver.ranks.say(textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def fixed_settings(args, config, rows_a_step, loader, reader):
@@ -4228,7 +4274,7 @@ def report_out_of_memory(error, progress):
     text = data.json_of(report, indent=2)
     if progress["out"]:
         with contextlib.suppress(OSError):  # a full disk: the message has all of it
-            progress["out"].mkdir(parents=True, exist_ok=True)  # RunFolder.leave() may have removed it
+            progress["out"].mkdir(parents=True, exist_ok=True)  # run_folder() may have removed it
             (progress["out"] / "oom.json").write_text(text + "\n")
     advice = ("the same command with --dry_run --gpu_gib G prints flags that would make it fit; "
               "--activation_checkpointing all needs the least memory")

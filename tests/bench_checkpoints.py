@@ -250,7 +250,7 @@ def state_rank(folder):
     single, part = folder / "single.pt", folder / "single.part"
     args = train.parse_args(["--fsdp2", "--precision", "fp32", "--lr", "1e-3"])
     tensors, gathered = state_after_a_step(folder, args, ranks), {}
-    saver = train.Saver(folder, 1, ranks)
+    saver = train.Saver(folder, 1, ranks, state_of(0))
 
     def took(what, work, on_all=True):
         dist.barrier()

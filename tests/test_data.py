@@ -19,6 +19,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -274,6 +275,48 @@ def test_error_while_tokenizing_leaves_nothing_and_says_where_it_was(path, tiny,
         words = [f"a.jsonl: {cache} (XDG_CACHE_HOME can name another folder)", "not written: No space"]
         assert_says(str(raised.value), words)
     assert folders_in(cache) == set()
+
+
+def test_what_a_killed_process_has_left_in_the_cache_goes_and_what_another_works_in_stays(path, cache, tiny):
+    left = cache / "tmp_of_a_killed_one"  # it had not got to its lock
+    also_left = cache / "tmp_that_was_locked"
+    for place in (left, also_left):
+        (place / "documents").mkdir(parents=True)
+        (place / "documents/tokens").write_bytes(bytes(8))
+    (also_left / "lock").touch()  # SIGKILL ends a lock
+    with data.own_folder(cache) as unfinished:
+        assert not left.exists() and not also_left.exists()
+        folder = tokenized(path, tiny)
+        assert unfinished.exists()
+        assert folders_in(cache) == {folder, unfinished.parent}
+    assert folders_in(cache) == {folder}
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_file_that_changes_while_it_is_read_leaves_nothing_in_the_cache(path, cache, tiny, monkeypatch, is_complete):
+    """Or the new tokens would stand under the hash of the old file, for all later runs."""
+    old = Path(path).read_bytes()
+    read_examples = data.read_examples
+
+    def replaced_before(*args):
+        new = jsonl(Path(path).with_name("new"), {"text": "c d e"})
+        if is_complete:
+            os.replace(new, path)
+        else:
+            Path(path).write_bytes(old + b'{"text"')  # somebody still writes to it
+        return read_examples(*args)
+
+    monkeypatch.setattr(data, "read_examples", replaced_before)
+    with pytest.raises(ValueError, match=r"a\.jsonl: changed while it was read: start again"):
+        tokenized(path, tiny)
+    assert folders_in(cache) == set()
+    monkeypatch.undo()
+
+
+def test_an_entry_that_vanishes_from_the_cache_is_named(path, cached):
+    shutil.rmtree(cached)
+    with pytest.raises(OSError, match=f"^a.jsonl: its tokens in the cache, {cached}, cannot be read .No such file"):
+        data.open_documents([cached], ["a.jsonl"], 64)
 
 
 def flip_a_bit(file):

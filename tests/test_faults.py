@@ -428,7 +428,8 @@ def test_a_disk_that_is_full_at_the_start_is_named(job, tmp_path):
     ended = start(on_full_disk, job, tmp_path / "run", "args.json")
     assert ended.codes == [1] * WORLD
     message = the_error(ended.said)
-    assert message.endswith(f"{tmp_path}/run/args.json: file not written: No space left on device")
+    words = f"{tmp_path}/run/args.json: file not written: No space left on device: free some disk space"
+    assert message.endswith(words)
     assert "examples" not in ended.said  # before anything takes time
 
 
@@ -455,7 +456,7 @@ def test_a_slow_save_is_no_hang(tmp_path, monkeypatch):
     ranks = SimpleNamespace(
         rank=0, world=1, gather=lambda value: [value], say=calls.append,
         agree=lambda end_run: contextlib.nullcontext())
-    train.Saver(tmp_path, 1, ranks).save({"a": torch.ones(1)}, state_of(1))
+    train.Saver(tmp_path, 1, ranks, state_of(0)).save({"a": torch.ones(1)}, state_of(1))
     assert calls[0] == "not watched"
     assert "rows are written" in calls
     assert steps_of(tmp_path) == [1]

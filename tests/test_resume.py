@@ -1,6 +1,7 @@
 """Resume is exact: k steps, a new process, the rest: bit for bit the uninterrupted run; on another world within
 rounding."""
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -193,7 +194,7 @@ def save_and_load(ranks, out, model_folder, flags):
     expected = {name: numbered_rows(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         nf4.local(tensor)[0].copy_(expected[name])
-    saver = train.Saver(out, args.keep, ranks)
+    saver = train.Saver(out, args.keep, ranks, state_of(0))
     saver.save(tensors, state_of(1))
 
     for checkpoint in checkpoints_of_all_layouts(out.parent):
@@ -275,7 +276,7 @@ def test_the_same_command_continues_by_itself(job, six_rows, chats, tmp_path):
 
 
 def test_the_best_checkpoint_stays_though_its_evaluation_comes_later(tmp_path):
-    saver = train.Saver(tmp_path, 1, ALONE)  # --keep 1
+    saver = train.Saver(tmp_path, 1, ALONE, state_of(0))  # --keep 1
     state = state_of(0)
 
     def save(step):
@@ -311,7 +312,7 @@ def test_the_best_checkpoint_stays_though_its_evaluation_comes_later(tmp_path):
 
 
 def test_an_evaluation_that_a_full_disk_refuses_is_said_and_harms_no_checkpoint(tmp_path, capsys):
-    saver = train.Saver(tmp_path, 1, ALONE)
+    saver = train.Saver(tmp_path, 1, ALONE, state_of(0))
     state = state_of(1)
     saver.save({"w": torch.ones(2)}, state)
     (tmp_path / "checkpoint-1/trainer_state.json.part").symlink_to("/dev/full")
@@ -414,7 +415,8 @@ def test_a_flag_that_this_version_does_not_have_is_refused_if_it_was_given(lora_
 
 def test_thousands_of_tokens_are_shown_by_their_beginning(tmp_path):
     tokens = [f"<token {i}>" for i in range(10_000)]
-    train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state_of(1) | {"settings": {"--add_tokens": tokens}})
+    state = state_of(1) | {"settings": {"--add_tokens": tokens}}
+    train.Saver(tmp_path, 1, ALONE, state_of(0)).save({"w": torch.ones(2)}, state)
     with pytest.raises(ValueError, match=r"--add_tokens was .*<token 0>.* characters\), is None") as error:
         train.read_state(tmp_path / "checkpoint-1", {"--add_tokens": None}, ALONE)
     assert len(str(error.value)) < 1000
@@ -443,7 +445,7 @@ def test_adapters_on_nf4_of_another_format_are_refused_by_name(tmp_path, monkeyp
     assert f"blocks of {nf4.BLOCK}" in nf4.FORMATS[4]
     assert f"{nf4.SCALE_STEPS} steps of scales" in nf4.FORMATS[4]
     state = state_of(1) | {"settings": nf4_settings("--qlora")}
-    train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state)
+    train.Saver(tmp_path, 1, ALONE, state_of(0)).save({"w": torch.ones(2)}, state)
 
     monkeypatch.setitem(nf4.FORMATS, 4, "another one")
     with pytest.raises(ValueError, match=r"the format of NF4 was codes by .*codebook [0-9a-f]{8}, is another one: "):
@@ -454,7 +456,7 @@ def test_adapters_on_nf4_of_another_format_are_refused_by_name(tmp_path, monkeyp
 def test_adapters_on_nf5_of_another_format_are_refused_by_name(tmp_path, monkeypatch):
     in_nf5 = ["--qlora", "--nf5", "down_proj"]
     state = state_of(1) | {"settings": nf4_settings(*in_nf5)}
-    train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state)
+    train.Saver(tmp_path, 1, ALONE, state_of(0)).save({"w": torch.ones(2)}, state)
     with pytest.raises(ValueError, match=r"--nf5 was \['down_proj'\], is None"):
         train.read_state(tmp_path / "checkpoint-1", nf4_settings("--qlora"), ALONE)
     monkeypatch.setitem(nf4.FORMATS, 5, "another one")
@@ -513,9 +515,8 @@ def runs(tmp_path, monkeypatch):
 def find(out, resume):
     """--out and --resume -> (folder of the run, its checkpoint to resume from or None), as main looks for them."""
     checkpoint = train.checkpoint_to_resume(out, resume)
-    folder = train.RunFolder(out, checkpoint)
-    folder.lock.close()
-    return folder.path, checkpoint
+    with train.run_folder(out, checkpoint) as folder:
+        return folder, checkpoint
 
 
 @pytest.mark.parametrize("out, resume, run, checkpoint", [
@@ -561,7 +562,7 @@ def test_a_run_of_an_older_version_is_named_as_one(tmp_path):
     (tmp_path / "checkpoint-2" / train.STATE).write_text("{}")
     (tmp_path / "args.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no args.json of a run.*older versions' has no mark.*beside --resume"):
-        train.RunFolder(None, tmp_path / "checkpoint-2")
+        train.run_folder(None, tmp_path / "checkpoint-2").__enter__()
 
 
 def test_another_table_of_documents_is_no_other_data_and_a_checksum_of_before_is_another_versions(lora_run, tmp_path):
@@ -610,10 +611,8 @@ def test_a_state_of_the_version_before_is_read(lora_run, tmp_path):
 def test_two_starts_in_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 2)))
-    first, second = (train.RunFolder(None, None) for _ in range(2))
-    assert [first.path.name, second.path.name] == ["20260102-000000", "20260102-000000-2"]
-    for folder in (first, second):
-        folder.leave()
+    with train.run_folder(None, None) as first, train.run_folder(None, None) as second:
+        assert [first.name, second.name] == ["20260102-000000", "20260102-000000-2"]
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -681,51 +680,51 @@ def test_an_empty_folder_becomes_a_runs_also_after_starts_that_have_failed(tmp_p
     for name in left:
         (tmp_path / name).write_text(json.dumps(train.OURS) if name == "args.json" else "")
     for _ in range(2):
-        folder = train.RunFolder(str(tmp_path), None)
-        assert train.is_run(tmp_path)
-        folder.leave()
+        with train.run_folder(str(tmp_path), None):
+            assert train.is_run(tmp_path)
         assert files_below(tmp_path) == [f"{tmp_path}/args.json"]
 
 
 @pytest.mark.parametrize("out", [None, "a/b"])
 def test_a_folder_that_a_start_has_made_goes_if_its_run_has_not_trained(tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
-    folder = train.RunFolder(out, None)
-    folder.leave()
-    assert not folder.path.exists()
+    with train.run_folder(out, None) as folder:
+        assert folder.exists()
+    assert not folder.exists()
 
-    folder = train.RunFolder(out, None)
-    (folder.path / "metrics.jsonl").touch()  # the first step has been logged
-    folder.leave()
-    assert train.is_run(folder.path)
+    with train.run_folder(out, None) as folder:
+        (folder / "metrics.jsonl").touch()  # the first step has been logged
+    assert train.is_run(folder)
 
 
 def test_a_lock_on_a_file_that_is_removed_meanwhile_is_none(tmp_path, monkeypatch):
-    first = train.RunFolder(str(tmp_path / "run"), None)
+    first = contextlib.ExitStack()
+    first.enter_context(train.run_folder(str(tmp_path / "run"), None))
     flock = fcntl.flock
 
     def leave_and_lock(file, how):
-        first.leave()  # file is open by now, and has no name any more
+        first.close()  # file is open by now, and has no name any more
         flock(file, how)
 
     monkeypatch.setattr(train.fcntl, "flock", leave_and_lock)
-    with pytest.raises(ValueError, match="another process writes to it"):
-        train.RunFolder(str(tmp_path / "run"), None)
+    with pytest.raises(ValueError, match="another process writes to it"), train.run_folder(str(tmp_path / "run"), None):
+        pass
     monkeypatch.setattr(train.fcntl, "flock", flock)
-    train.RunFolder(str(tmp_path / "run"), None).leave()
+    with train.run_folder(str(tmp_path / "run"), None):
+        pass
 
 
 def take_and_give_back(folder, seconds):
     """Starts in one folder, one behind the other, all of which end before their first step."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        try:
-            run = train.RunFolder(str(folder / "run"), None)
-        except (ValueError, OSError):  # another process has it, or is about to remove it
-            continue
-        (folder / "taken").mkdir()  # raises if somebody else has taken it
-        (folder / "taken").rmdir()
-        run.leave()
+        with contextlib.ExitStack() as exits:
+            try:
+                exits.enter_context(train.run_folder(str(folder / "run"), None))
+            except (ValueError, OSError):  # another process has it, or is about to remove it
+                continue
+            (folder / "taken").mkdir()  # raises if somebody else has taken it
+            (folder / "taken").rmdir()
 
 
 def test_starts_and_ends_at_once_share_no_folder(tmp_path):

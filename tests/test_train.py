@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import HANG_S, HERE, TRAIN, build, check_merges_later, losses, random_model, read_data, run_ranks
+from conftest import (
+    HANG_S, HERE, TRAIN, build, check_merges_later, losses, random_model, read_data, run_ranks, state_of)
 from safetensors.torch import load_file, save_file
 from test_formats import byte_level_tokenizer
 
@@ -1075,8 +1076,8 @@ def test_what_is_left_of_a_save_is_removed_and_not_waited_for_or_followed(tmp_pa
     (tmp_path / "checkpoint-9.part/rank").mkdir(parents=True)
     os.mkfifo(tmp_path / "final.part")  # whoever opens a pipe waits for its writer
     (tmp_path / "args.json").write_text(json.dumps(train.OURS))
-    train.RunFolder(str(tmp_path), None)
-    assert names_in(tmp_path) == {"args.json", "lock", "mine"}
+    with train.run_folder(str(tmp_path), None):
+        assert names_in(tmp_path) == {"args.json", "lock", "mine"}
     assert (tmp_path / "mine").read_text() == "work"
 
 
@@ -1091,16 +1092,118 @@ def test_two_processes_never_write_to_one_run(tmp_path, chats, capsys):
 
 def refusing(function, applies, number):
     """A function of the system that fails with this error where applies(its first argument)."""
-    def call(first, *others):
+    def call(first, *others, **options):
         if applies(first):
             raise OSError(number, os.strerror(number))
-        return function(first, *others)
+        return function(first, *others, **options)
 
     return call
 
 
 def is_folder(handle):
     return stat.S_ISDIR(os.fstat(handle).st_mode)
+
+
+def anything(_):
+    return True
+
+
+def is_file(handle):
+    return not is_folder(handle)
+
+
+def is_part(path):
+    return path.name == "rehearsal.part"
+
+
+REFUSALS = {
+    # what a disk does not do: (an object, its function, for which first arguments, words for it)
+    "rename a folder": (Path, "rename", Path.is_dir, r"rehearsal\.part: folder not renamed"),
+    "rename a file": (Path, "rename", Path.is_file, r"trainer_state\.json\.part: file not renamed"),
+    "rename over a file": (Path, "rename", lambda path: path.with_suffix("").exists(), "file not renamed"),
+    "make a folder": (Path, "mkdir", is_part, r"rehearsal\.part: folder not written"),
+    "sync a file": (os, "fsync", is_file, r"rows\.safetensors: file not synced \(fsync\)"),
+    "sync a folder": (os, "fsync", is_folder, r"folder not synced \(fsync\)"),
+    "lock": (fcntl, "flock", anything, "the file lock in it was not taken"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_a_disk_cannot_do_ends_a_run_before_its_first_step_by_name(tmp_path, monkeypatch, name):
+    owner, function, applies, words = REFUSALS[name]
+    out = tmp_path / "run"
+    out.mkdir()
+    if name != "lock":
+        (out / "args.json").write_text(json.dumps(train.OURS))  # so that the rehearsal is what comes first
+    for number in (errno.EPERM, errno.EXDEV, errno.EIO, errno.EROFS, errno.EINTR, errno.EMFILE):
+        monkeypatch.setattr(owner, function, refusing(getattr(owner, function), applies, number))
+        with pytest.raises(OSError, match=f"^--out {out}.*: .*{words}") as raised, train.run_folder(str(out), None):
+            pass
+        monkeypatch.undo()
+        assert os.strerror(number) in str(raised.value)
+        assert "free some" not in str(raised.value)
+        assert not list(out.glob("*.part"))
+
+
+def test_a_disk_that_removes_nothing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "remove", lambda path: None)
+    with (pytest.raises(OSError, match=r"--out .*rehearsed.*: folder not removed"),
+          train.run_folder(str(tmp_path), None)):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+def test_a_full_disk_and_no_other_is_to_be_freed(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(Path, "write_text", refusing(Path.write_text, anything, number))
+    with (pytest.raises(OSError, match=f"args.json: file not written: {os.strerror(number)}: free some disk space"),
+          train.run_folder(str(tmp_path / "run"), None)):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_result_replaces_one_that_cannot_be_removed(tmp_path, monkeypatch):
+    """Its folder is read-only, for example."""
+    for name in ("final", "final.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model").write_text(name)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    data.put_in_place(tmp_path / "final.part", tmp_path / "final")
+    assert (tmp_path / "final/model").read_text() == "final.part"
+    assert (tmp_path / "final.old.part/model").read_text() == "final"  # the next start tries again
+
+
+def test_checkpoints_that_a_kill_has_left_beyond_keep_go_at_the_next_start(tmp_path):
+    saver = train.Saver(tmp_path, 99, ALONE, state_of(0))
+    state = state_of(0) | {"best_eval": {"step": 2, "eval_loss": 1.0}}
+    for step in range(1, 6):
+        saver.save({"w": torch.ones(2)}, state | {"step": step})
+    train.Saver(tmp_path, 2, ALONE, state)
+    assert train.checkpoints(tmp_path).keys() == {2, 4, 5}
+
+
+@pytest.mark.parametrize("flags, free, words", [
+    # the weights in float32 and two moments of 40 bytes each, and 4 of each step; the result has 20
+    ("--save_every 5", 10**6, None),
+    ("--save_every 5", 100, "0.00 GiB free, and this run will need .*: 3 checkpoints of"),  # --keep 2, and a new one
+    ("--save_every 50", 100, "2 checkpoints of"),
+    ("--save_every 0", 100, "1 checkpoint of"),
+])
+def test_a_disk_with_less_room_than_a_run_needs_is_a_note(tmp_path, monkeypatch, capsys, flags, free, words):
+    args = train.parse_args(flags.split())
+    weight = torch.nn.Parameter(torch.zeros(10))
+    model = SimpleNamespace(named_parameters=lambda: [("w", weight)], modules=list)
+    optimizer = SimpleNamespace(state={weight: {"exp_avg": torch.zeros(10), "exp_avg_sq": torch.zeros(10)}})
+    trainer = SimpleNamespace(model=model, optimizer=optimizer, trained=[weight], nonfinite=SimpleNamespace(tensors={}),
+                              run=SimpleNamespace(config=None))
+    layout = {"w": data.Stored(None, (10,), torch.bfloat16, "w")}
+    monkeypatch.setattr(data, "layout_of_result", lambda reader, config: layout)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    saver = train.Saver(tmp_path, args.keep, ALONE, state_of(0))
+    train.say_space(args, trainer, None, {"step": 0, "steps": 100}, saver)
+    said = capsys.readouterr().out
+    assert bool(said) == bool(words)
+    assert re.search(words or "", said.replace("\n ", ""))
+    assert all(len(line) <= 80 for line in said.splitlines() if str(tmp_path) not in line)
 
 
 @pytest.mark.parametrize("number_of_lock", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP], ids=errno.errorcode.get)
@@ -1126,7 +1229,7 @@ def test_a_disk_that_fails_to_sync_is_no_disk_that_cannot(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("step, cause", [(0, "files of --model are damaged"), (3, "lower --lr")])
 def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, step, cause):
-    saver = train.Saver(tmp_path, 1, ALONE)
+    saver = train.Saver(tmp_path, 1, ALONE, state_of(0))
     tensors = {"v": torch.ones(2), "w": torch.tensor([1, torch.nan])}
     message = f"w contains inf or nan after {step} steps, nothing is saved: .*{cause}"
     with pytest.raises(FloatingPointError, match=message):
