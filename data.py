@@ -1575,27 +1575,17 @@ def tokenized(spec, tokenizer, columns=(), revisions=None):
 @contextlib.contextmanager
 def own_folder(cache):
     """Yields a folder in the cache for this process alone: other jobs may be making the same entry. Removes
-    those of processes that were killed: nobody has the file in them locked any more."""
-    with contextlib.ExitStack() as exits:
-        # one process at a time, so that nobody sees a folder between its making and its lock
-        with open(cache / "lock", "a") as turn:
-            lock(turn)
-            for left in cache.glob("tmp*"):
-                # BlockingIOError: another process is at work in it
-                with contextlib.suppress(OSError), open(left / "lock", "a") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove(left)
-            place = Path(exits.enter_context(tempfile.TemporaryDirectory(dir=cache)))
-            lock(exits.enter_context(open(place / "lock", "a")))
-        folder = place / "documents"  # `place` itself is for this user's eyes only
+    those of processes that were killed, whose locks have ended with them."""
+    for left in cache.glob("tmp*"):
+        with contextlib.suppress(OSError), open(left / "lock", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: another process works in it
+            remove(left)
+    with tempfile.TemporaryDirectory(dir=cache) as place, open(Path(place) / "lock", "a") as file:
+        with contextlib.suppress(OSError):  # without locks on this disk, nothing is removed there either
+            fcntl.flock(file, fcntl.LOCK_EX)
+        folder = Path(place) / "documents"  # `place` itself is for this user's eyes only
         folder.mkdir()
         yield folder
-
-
-def lock(file):
-    """Waits for the lock of a file, on a disk that has locks."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def sha256_of(path):

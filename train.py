@@ -130,6 +130,7 @@ def main(argv, progress, exits):
     ranks = Ranks(args.fsdp2, args.timeout)
     stop = StopSignal(exits)
     device = ranks.device
+    say_machine(ranks)
     # first, so that two starts never share a folder; it goes again if no step is made
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
     progress["out"] = out
@@ -173,7 +174,7 @@ def main(argv, progress, exits):
             data.write_json(out / "args.json", settings | OURS)
     state = ranks.gather(state)[0]  # rank 0's: until here each rank had what it has read for itself
     saver = Saver(out, args.keep, ranks, state)
-    say_space(args, trainer, opened.reader, state, saver)
+    say_space(args, trainer, opened.reader, saver)
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
     ranks.say(f"{data.count_of(steps, 'steps')} of {data.count_of(state['rows_a_step'], 'rows')}, "
               f"learning rate {args.lr:.3g}, {begin}\nwriting to {out}")
@@ -307,7 +308,8 @@ class Ranks:
         under_torchrun = "RANK" in os.environ
         environment = os.environ if under_torchrun else {}
         self.local = int(environment.get("LOCAL_RANK", 0))  # its number on this machine
-        self.device = prepare_device(self.local, int(environment.get("LOCAL_WORLD_SIZE", 1)))
+        self.n_local = int(environment.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
+        self.device = prepare_device(self.local, self.n_local)
         on_gpu = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "CPU"
 
@@ -397,10 +399,17 @@ def prepare_device(local_rank, n_local):
     # torchrun sets 1, which would leave the CPU's part of the work on one core per rank
     if not threads or (threads == "1" and "RANK" in os.environ):
         torch.set_num_threads(max(1, allowed_cores() // n_local))
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the user may have set
+    is_wsl = "microsoft" in platform.uname().release.lower()  # they fail there (pytorch #192330)
+    # the older name, which the user may have set
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and not is_wsl:
         # Segments that can grow leave no unusable holes. CUDA's allocator reads this at its first use.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if not torch.cuda.is_available():
+    with warnings.catch_warnings(record=True) as warned:  # of a driver that is too old, for example
+        warnings.simplefilter("always")
+        has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        if local_rank == 0:
+            say_missing_gpu([str(warning.message) for warning in warned])
         return torch.device("cpu")
     # or set_device() would raise "invalid device ordinal", and only in the ranks that have none
     if n_local > torch.cuda.device_count():
@@ -619,6 +628,8 @@ def open_model(args, ranks, revisions=None):
     with ranks.agree():
         # --inspect looks at data alone: it downloads no weights for them
         without_weights = args.random_init or bool(args.inspect)
+        if ranks.device.type == "cpu" and ranks.rank == 0 and not args.inspect:
+            say_need_without_gpu(args, ranks, revisions)
         opened = open_config(args, ranks.world, ranks.device, without_weights, revisions)
         files = opened.files
         config = opened.config
@@ -768,6 +779,11 @@ def say_notes(args, config, steps, ranks):
     missing = missing_for_compile(ranks.device)
     if missing and steps > 200 and not args.compile:
         ranks.say(f"note: --compile needs {missing}; with it a step is about 1.2 times as fast")
+    # CPUs of other kinds may have such instructions, and torch does not say
+    is_sure = ranks.device.type == "cuda" or platform.machine() == "x86_64"
+    if args.precision in ("mixed", "bf16") and is_sure and not has_bf16(ranks.device):
+        ranks.say(f"note: this {ranks.device_name} only emulates bf16: --precision "
+                  f"{default_precision(False, ranks.device)} is faster than {args.precision}")
     rate = default_rate(config, args.lora, args.dpo)
     if not rate / 30 <= args.lr <= 30 * rate:
         ranks.say(f"note: --lr {args.lr:g} is {args.lr / rate:.2g} times this method's default, {rate:g}")
@@ -1524,8 +1540,11 @@ class StepInBackward:
 def memory_gib(device):
     """Peaks of a GPU since the last call: (allocated, reserved). On a CPU: (resident memory, None)."""
     if device.type != "cuda":
-        n_in_gib = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / n_in_gib, None
+        if sys.platform == "darwin":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30, None
+        # in KiB; Linux's ru_maxrss would count the process that has started this one
+        peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+        return int(peak[1]) / 2**20, None
     allocated = torch.cuda.max_memory_allocated(device)
     reserved = torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -1866,6 +1885,54 @@ def allowed_memory():
     for (limit,) in cgroup_limits("memory", "memory.max", "memory.limit_in_bytes"):
         n_bytes = min(n_bytes, limit)
     return n_bytes
+
+
+def say_missing_gpu(warned):
+    """Says that torch finds no GPU where one seems to be there. warned: what torch has said of it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1") or torch.version.hip:  # hidden on purpose, or AMD's
+        return
+    if visible or warned or shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0"):
+        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
+        set_to = f" (CUDA_VISIBLE_DEVICES={visible})" if visible else ""
+        why = "".join(f". {text}" for text in dict.fromkeys(warned))
+        data.say(wrapped(f"note: training on the CPU: torch {torch.__version__} is built for {built_for} and "
+                         f"finds no NVIDIA GPU{set_to}{why}"))
+
+
+def say_machine(ranks):
+    """Prints what a run has found on rank 0's machine: cards, and the cores and memory that are allowed."""
+    found = "no GPU"
+    n_cards = torch.cuda.device_count() if ranks.device.type == "cuda" else 0
+    if n_cards:
+        cards = [torch.cuda.get_device_properties(i) for i in range(n_cards)]
+        kinds = Counter(f"{card.name}, {card.total_memory / GIB:.1f} GiB" for card in cards)
+        found = f"{min(ranks.n_local, n_cards)} of {n_cards} GPUs ({'; '.join(kinds)})"
+    ranks.say(wrapped(f"machine: {found}, {data.count_of(allowed_cores(), 'CPU cores')}, "
+                      f"{allowed_memory() / GIB:.1f} GiB of host memory"))
+    if n_cards > ranks.n_local:
+        ranks.say(wrapped(f"note: {n_cards - ranks.n_local} of {n_cards} GPUs are idle: torchrun "
+                          f"--nproc_per_node {n_cards} train.py ... trains on all"))
+
+
+def say_need_without_gpu(args, ranks, revisions):
+    """Says, before a large model is downloaded for a machine without a GPU, what it needs there."""
+    args = argparse.Namespace(**vars(args))  # open_config() writes to it
+    # What is wrong is said where the run itself comes to it, and a run goes on without its plan.
+    with contextlib.suppress(Exception):
+        config = open_config(args, ranks.world, ranks.device, True, revisions).config
+        with torch.device("meta"):
+            n_parameters = sum(p.numel() for p in lm.Transformer(config).parameters())
+        if n_parameters > 1e9:
+            run = RunSpec(args, config, ranks.world, args.seq_len)
+            need = ranks.n_local * (planned_bytes(run, blocks_as_asked(run)) - OVERHEAD)
+            ranks.say(wrapped(
+                f"note: without a GPU {n_parameters / 1e9:.1f} billion parameters train very slowly, and need "
+                f"about {need / GIB:.0f} GiB of this machine's {allowed_memory() / GIB:.0f} of host memory"))
+
+
+def wrapped(text):
+    return textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def print_start(argv, run, model, new_ids, policy, ranks):
@@ -2731,27 +2798,18 @@ class Saver:
                     data.remove_complete(saved[step])
 
 
-def say_space(args, trainer, reader, state, saver):
-    """Says if a run will write more than its disk has free. Only a note: some disks report nonsense."""
-    tensors = training_tensors(trainer.model, trainer.optimizer, trainer.nonfinite)
-    checkpoint_bytes = sum(t.numel() * t.element_size() for t in tensors.values())  # of all ranks
-    layout = data.layout_of_result(reader, trainer.run.config).values()
-    model_bytes = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in layout)
-    trained_bytes = sum(p.numel() * p.element_size() for p in trainer.trained)
-    result_bytes = trained_bytes if args.lora else model_bytes
-    if args.merge:
-        result_bytes += model_bytes
-    # one more than --keep while it is written; a signal saves one, too
-    n_saves = math.ceil((state["steps"] - state["step"]) / args.save_every) if args.save_every else 0
-    n_new = max(1, min(n_saves, args.keep + 1) - len(checkpoints(saver.out)))
-    needed = n_new * checkpoint_bytes + result_bytes
+def say_space(args, trainer, reader, saver):
+    """Says if a checkpoint and the result need more than a disk has free. A note: some disks report nonsense."""
+    tensors = training_tensors(trainer.model, trainer.optimizer, trainer.nonfinite).values()  # of all ranks
+    needed = sum(t.numel() * t.element_size() for t in tensors)
+    if args.merge or not args.lora:
+        layout = data.layout_of_result(reader, trainer.run.config).values()
+        needed += sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in layout)
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(saver.out).free
         if needed > free:
-            text = (f"note: {saver.out}: its disk has {free / GIB:.2f} GiB free, and this run will need "
-                    f"{needed / GIB:.2f}: {data.count_of(n_new, 'checkpoints')} of "
-                    f"{checkpoint_bytes / GIB:.2f} GiB and a result of {result_bytes / GIB:.2f}")
-            saver.ranks.say(textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
+            saver.ranks.say(wrapped(f"note: {saver.out}: its disk has {free / GIB:.2f} GiB free, and a checkpoint "
+                                    f"and the result need {needed / GIB:.2f}"))
 
 
 def fixed_settings(args, config, rows_a_step, loader, reader):
