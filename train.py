@@ -4008,8 +4008,8 @@ def plan_run(run, room, steps, length, ranks):
             if found and planned_bytes(run, policy) <= room:
                 time_text = describe_time(run, policy, found[0], steps, length)
                 lines.append(textwrap.fill(time_text, 80, subsequent_indent="  "))
-    except Unplanned as error:
-        problem = str(error)
+    except Exception as error:  # also of what stands around a trace
+        problem = str(error) if isinstance(error, Unplanned) else f"no plan: {type(error).__name__}: {error}"
     problems = list(filter(None, ranks.gather(problem)))
     if problems:
         note = f"note: {problems[0]}. The run goes on with the blocks that need the least memory"

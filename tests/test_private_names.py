@@ -82,13 +82,26 @@ def test_ranks_agree_where_one_cannot_plan(monkeypatch):
 
     least = train.blocks_as_asked(run)
     other_fails = train.plan_run(run, room, 5, None, ranks("rank 1 cannot"))
-    # rank 0 chooses, and fails where it describes what it has chosen
-    monkeypatch.setattr(train, "describe_time", unplanned)
-    own_fails = train.plan_run(run, room, 5, None, ranks(None))
-    for (policy, lines), words in ((other_fails, "rank 1 cannot"), (own_fails, "no time")):
-        assert policy == least
-        assert len(lines) == 1 and words in lines[0]
+    assert other_fails[0] == least
+    assert len(other_fails[1]) == 1 and "rank 1 cannot" in other_fails[1][0]
 
 
-def unplanned(*_):
-    raise train.Unplanned("no time")
+@pytest.mark.parametrize("name", ["describe_time", "describe_plan", "choose_blocks", "planned_bytes", "extrapolate",
+                                  "policy_of", "cards_named"])
+@pytest.mark.parametrize("error", [train.Unplanned("no time"), KeyError("no time")], ids=repr)
+def test_an_error_around_a_trace_ends_no_run(monkeypatch, name, error):
+    """In whatever is called for a plan: rank 0 may have chosen, and fail where it describes what it has chosen."""
+    def fail(*_, **__):
+        raise error
+
+    args = train.parse_args(PLAN.split())
+    config = train.open_config(args, 2, device=None, random_init=True).config
+    run = train.RunSpec(args, config, 2, args.seq_len)
+    least = train.blocks_as_asked(run)
+    monkeypatch.setattr(train, "blocks_as_asked", lambda run: least)
+    monkeypatch.setattr(train, name, fail)
+    ranks = argparse.Namespace(rank=0, device=torch.device("cuda"), device_name="NVIDIA H100 80GB HBM3",
+                               gather=lambda value: [None, value])
+    policy, lines = train.plan_run(run, 100 * train.GIB, 5, None, ranks)
+    assert policy == least
+    assert len(lines) == 1 and "no time" in lines[0]
