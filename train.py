@@ -1927,8 +1927,8 @@ def say_need_without_gpu(args, ranks, revisions):
             run = RunSpec(args, config, ranks.world, args.seq_len)
             need = ranks.n_local * (planned_bytes(run, blocks_as_asked(run)) - OVERHEAD)
             ranks.say(wrapped(
-                f"note: without a GPU {n_parameters / 1e9:.1f} billion parameters train very slowly, and need "
-                f"about {need / GIB:.0f} GiB of this machine's {allowed_memory() / GIB:.0f} of host memory"))
+                f"note: without a GPU {n_parameters / 1e9:.1f} billion parameters train very slowly, and "
+                f"need about {need / GIB:.0f} GiB of this machine's {allowed_memory() / GIB:.0f} of host memory"))
 
 
 def wrapped(text):
@@ -2458,8 +2458,6 @@ def run_folder(out, checkpoint):
     check_folder(folder, checkpoint)  # before anything is written to somebody's files
     with lock_folder(folder):
         try:
-            if not is_run(folder):
-                data.write_json(folder / "args.json", OURS)  # until all flags have their final value
             for part in folder.glob("*.part"):  # left by a process that was killed during a save
                 data.remove(part)
             rehearse_save(folder)
@@ -2480,6 +2478,8 @@ def rehearse_save(out):
     part = out / "rehearsal.part"
     complete = out / "rehearsed.part"
     try:
+        if not is_run(out):
+            data.write_json(out / "args.json", OURS)  # until all flags have their final value
         data.make_folder(part)
         write_rows(part / "rows.safetensors", {"zeros:0": torch.zeros(2)})
         for _ in range(2):  # the second time in place of a file, as note_evaluation() does
@@ -2490,8 +2490,7 @@ def rehearse_save(out):
         if left:
             raise OSError(f"{out}/{left[0]}: folder not removed")
     except OSError as error:
-        raise OSError(f"--out {out}: its disk does not do what a save needs: {error}. Give a folder on "
-                      "another disk") from error
+        raise OSError(f"--out {out}: a save there fails: give a folder on another disk: {error}") from error
     finally:
         data.remove(part)
         data.remove(complete)
@@ -2799,7 +2798,7 @@ class Saver:
 
 
 def say_space(args, trainer, reader, saver):
-    """Says if a checkpoint and the result need more than a disk has free. A note: some disks report nonsense."""
+    """Says if a checkpoint and the result need more than the disk has free. Some disks report nonsense."""
     tensors = training_tensors(trainer.model, trainer.optimizer, trainer.nonfinite).values()  # of all ranks
     needed = sum(t.numel() * t.element_size() for t in tensors)
     if args.merge or not args.lora:
@@ -2808,8 +2807,8 @@ def say_space(args, trainer, reader, saver):
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(saver.out).free
         if needed > free:
-            saver.ranks.say(wrapped(f"note: {saver.out}: its disk has {free / GIB:.2f} GiB free, and a checkpoint "
-                                    f"and the result need {needed / GIB:.2f}"))
+            saver.ranks.say(wrapped(f"note: {saver.out}: its disk has {free / GIB:.2f} GiB free, and a "
+                                    f"checkpoint and the result need {needed / GIB:.2f}"))
 
 
 def fixed_settings(args, config, rows_a_step, loader, reader):
