@@ -1928,7 +1928,8 @@ def say_need_without_gpu(args, ranks, revisions):
             need = ranks.n_local * (planned_bytes(run, blocks_as_asked(run)) - OVERHEAD)
             ranks.say(wrapped(
                 f"note: without a GPU {n_parameters / 1e9:.1f} billion parameters train very slowly, and "
-                f"need about {need / GIB:.0f} GiB of this machine's {allowed_memory() / GIB:.0f} of host memory"))
+                f"need about {need / GIB:.0f} GiB of this machine's {allowed_memory() / GIB:.0f} of host "
+                "memory"))
 
 
 def wrapped(text):
