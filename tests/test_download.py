@@ -97,7 +97,10 @@ def script(environment, log, argv):
     sys.argv[1:] = argv
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         file.reconfigure(errors="backslashreplace")
-        runpy.run_path(str(HERE.parent / "train.py"), run_name="__main__")
+        try:
+            runpy.run_path(str(HERE.parent / "train.py"), run_name="__main__")
+        except SystemExit as end:
+            os._exit(end.code)  # as a program ends: threads that still download are not waited for
 
 
 def start(hub, log, *flags):
