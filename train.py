@@ -567,7 +567,7 @@ def resolve_for_model(args, config, adapter_settings, device):
                          "the type dynamic depends on the length of a row, which is not implemented")
     if args.precision is None:
         args.precision = default_precision(args.chat, device)
-        if args.precision == "fp16" and args.optim_in_backward:  # or refuse_conflicts() has said so
+        if args.precision == "fp16" and args.optim_in_backward:  # or check_flags() has said so
             raise ValueError(f"--optim_in_backward: this GPU has no bf16, and {WHOLE_STEPS}")
     if args.compile is None:
         args.compile = compiles_by_default(config, device)
@@ -746,6 +746,9 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
     say_notes(args, config, steps, ranks)
+    if state["step"] == steps:
+        ranks.say(f"note: this run is finished: {resumed} has its last step\n"
+                  "  --steps or --epochs with a higher number trains on; final/ is written again")
     if state["steps"] != steps:
         ranks.say(f"note: {resumed} was planned for {state['steps']} steps, not {steps}: the learning-rate "
                   "schedule differs from here on")
@@ -787,7 +790,10 @@ def say_notes(args, config, steps, ranks):
     rate = default_rate(config, args.lora, args.dpo)
     if not rate / 30 <= args.lr <= 30 * rate:
         ranks.say(f"note: --lr {args.lr:g} is {args.lr / rate:.2g} times this method's default, {rate:g}")
-    if args.min_lr > args.lr and args.schedule != "constant":
+    if args.precision == "bf16" and not (args.lora or args.stochastic_rounding):
+        ranks.say("note: --precision bf16 also trains in bf16, which rounds small updates away\n"
+                  "  --stochastic_rounding keeps them on average; the default, mixed, loses none")
+    if args.min_lr > args.lr:
         ranks.say(f"note: --min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
     if 1 <= args.warmup >= steps:
         ranks.say(f"note: --warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning "
@@ -2017,7 +2023,7 @@ class Sample:
         self.tokenizer = opened.tokenizer
         self.ranks = ranks
         self.stop = stop
-        self.before = ""  # its answer before the training
+        self.before = None  # its answer before the training, which a resumed run does not ask for
         if not self.question:
             return
         is_chat = any(file.report.n_chats for file in documents.files)  # if not, a text to go on with
@@ -2059,7 +2065,8 @@ class Sample:
     def say_before_and_after(self):
         if self.question:
             after = self.answer()
-            self.ranks.say(f"--- {self.question}\nbefore: {self.before}\nafter:  {after}\n---")
+            before = "" if self.before is None else f"before: {self.before}\n"
+            self.ranks.say(f"--- {self.question}\n{before}after:  {after}\n---")
 
 
 def system_message(tokenizer, text):
@@ -2349,26 +2356,33 @@ def say_done(lora, merge, random_init, out, state, result_step, ranks):
 
 
 def export_checkpoint(args, exits):
-    """--export: writes final/ of a checkpoint to --out or beside its run, with the flags of args.json."""
+    """--export: writes final/ of a checkpoint to --out or beside its run."""
     checkpoint = Path(args.export).resolve()
+    run = checkpoint.parent
     ranks = Ranks(want_group=False, timeout=args.timeout)
     with ranks.agree():
         if not (checkpoint / STATE).is_file():
             raise ValueError(f"--export {args.export}: no {STATE} in it: give a RUN/checkpoint-<step>")
-        state = read_state(checkpoint, data.read_json(checkpoint / STATE).get("settings", {}), ranks)
-        of_run = data.read_json(checkpoint.parent / "args.json")
-        flags = {name: of_run.get(name, value) for name, value in vars(args).items()}
-        one_rank = {"fsdp2": False, "replicas": 1, "sequence_parallel": 1}  # this process is alone
+        state = read_state(checkpoint, {}, ranks)
+        # The state has a checksum, and args.json none: it only names what may have moved since.
+        saved = state["settings"]
+        flags = {name: saved.get(f"--{name}", value) for name, value in vars(args).items()}
+        for name in ("model", "adapter", "chat_template"):
+            flags[name] = getattr(args, name) or from_args_json(run, name, str)
+        if not flags["model"]:
+            raise ValueError(f"--export {args.export}: no args.json beside it names its model: give --model")
         revisions = revisions_of(checkpoint)
-    opened = open_model(argparse.Namespace(**flags | one_rank), ranks, revisions)  # the flags of that run
+    args = argparse.Namespace(**flags)
+    opened = open_model(args, ranks, revisions)
     model = opened.model
     model.to_empty(device="cpu").tie_()  # frozen weights are never touched, so they take no memory
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     with ranks.agree():
+        settings = fixed_settings(args, opened.config, None, None, opened.reader)
+        compare_settings(f"--export {checkpoint}", saved, settings, ranks)
         load_checkpoint(checkpoint, state["files"], trained, weights_only=True)
-        out = exits.enter_context(run_folder(args.out or f"{checkpoint.parent}-step-{state['step']}", None))
-        flags = argparse.Namespace(**flags)
-        data.export(flags, model, opened.reader, opened.files, opened.tokenizer, out, ranks)
+        out = exits.enter_context(run_folder(args.out or f"{run}-step-{state['step']}", None))
+        data.export(args, model, opened.reader, opened.files, opened.tokenizer, out, ranks)
     ranks.say(f"done: {out}/final has step {state['step']}. Try it: python train.py --chat --model "
               f"{out}/final")
 
@@ -2430,15 +2444,25 @@ def checkpoint_to_resume(out, resume):
     if resume is None:
         return None
     if resume == "auto":  # --resume without a value
-        runs = [Path(out)] if out else sorted(Path("out").glob("20*-*"))  # names are dates
-        return newest_checkpoint(runs[-1]) if runs else None
-    given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
-    found = given if (given / STATE).is_file() else newest_checkpoint(given)
+        runs = [Path(out)] if out else sorted(Path("out").glob("20*-*"), reverse=True)  # names are dates
+        # an export, a merge, or a start that was killed before its first save: the hours are in an older run
+        passed_over = list(itertools.takewhile(lambda run: not newest_checkpoint(run), runs))
+        if len(passed_over) == len(runs):
+            data.say(f"note: no checkpoint in {out or 'out/'}: starting anew")
+            return None
+        found = newest_checkpoint(runs[len(passed_over)])
+        if passed_over:
+            names = data.listing(map(str, passed_over))
+            text = f"note: no checkpoint in {names}: --resume takes an older run"
+            data.say(textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
+    else:
+        given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
+        found = given if (given / STATE).is_file() else newest_checkpoint(given)
     if not found:
         raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
     if not is_ours(found):
         what = data.format_of_files(os.listdir(found)) or f"--model {found} begins with its weights"
-        raise ValueError(f"--resume {resume}: a checkpoint of another trainer: {what}")
+        raise ValueError(f"--resume {found}: a checkpoint of another trainer: {what}")
     return found
 
 
@@ -2512,8 +2536,17 @@ def take_folder(out, resume, inspect, ranks, exits):
 
 def revisions_of(checkpoint):
     """-> the revisions in args.json of a checkpoint's run, {} without an args.json."""
-    path = checkpoint and checkpoint.parent / "args.json"
-    return data.read_json(path).get("revisions", {}) if path and path.exists() else {}
+    return from_args_json(checkpoint.parent, "revisions", dict) or {} if checkpoint else {}
+
+
+def from_args_json(run, name, kind):
+    """-> a value in args.json of a run, None if it is not there. kind: str, or dict for one of texts."""
+    value = data.read_json(run / "args.json", optional=True).get(name)
+    parts = value.values() if isinstance(value, dict) else ()
+    if not isinstance(value, (kind, type(None))) or not all(isinstance(part, str) for part in parts):
+        expected = "a text" if kind is str else "texts by their names"
+        raise ValueError(f"{run / 'args.json'}: {name} is {str(value)[:100]}: expected {expected}")
+    return value
 
 
 def new_folder():
@@ -2622,25 +2655,30 @@ def read_state(folder, settings, ranks):
         path = folder / name
         if not path.is_file() or [path.stat().st_size, data.crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
+    compare_settings(f"--resume {folder}", state["settings"], settings, ranks)
+    best = state["best_eval"]
+    if best and not math.isfinite(best["eval_loss"]):  # older versions took nan for the best
+        state["best_eval"] = None
+    return state
+
+
+def compare_settings(checkpoint, saved, settings, ranks):
+    """ValueError names the settings that differ from those that a checkpoint was made with."""
     # What a version without a flag computed is what the flag's default does.
     defaults = {f"--{flag.dest}": flag.default for flag in flags_with("fixed")}
-    saved = defaults | state["settings"]
+    saved = defaults | saved
     changed = [f"{name} was {brief(str(saved[name]))}, is {brief(str(value))}"
                for name, value in settings.items() if saved.get(name, value) != value]
     # A version with a flag that this one does not have may have computed something else.
     changed += [f"{name} was {brief(str(value))}, which this version does not have"
                 for name, value in saved.items() if name.startswith("--") and name not in defaults and value]
     if changed:
-        raise ValueError(f"--resume {folder}: {'; '.join(changed)}: give what the checkpoint was made with "
+        raise ValueError(f"{checkpoint}: {'; '.join(changed)}: give what the checkpoint was made with "
                          "(flags, data, version of oomph), or start a new run with another --out")
-    best = state["best_eval"]
-    if best and not math.isfinite(best["eval_loss"]):  # older versions took nan for the best
-        state["best_eval"] = None
     unknown = settings.keys() - saved.keys()
     if unknown:
-        ranks.say(f"note: {folder} is of an older version and lacks {data.listing(unknown)}: whether "
+        ranks.say(f"note: {checkpoint} is of an older version and lacks {data.listing(unknown)}: whether "
                   "these were the same is not compared")
-    return state
 
 
 def training_tensors(model, optimizer, nonfinite):
@@ -2768,8 +2806,9 @@ class Saver:
                     self.remove_old(state)
         except OSError as error:
             data.remove(part)
-            self.ranks.say(f"{name} was NOT written: {error}. Older checkpoints are intact; steps that are "
-                           f"not saved yet: {step - self.safe_step:,}")
+            older = "Older checkpoints are intact" if checkpoints(self.out) else "There is no older one"
+            self.ranks.say(f"{name} was NOT written: {error}. {older}; steps that are not saved yet: "
+                           f"{step - self.safe_step:,}")
             return
         self.last_step = step
         self.safe_step = step
@@ -2818,10 +2857,11 @@ def fixed_settings(args, config, rows_a_step, loader, reader):
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()
                 if key != "family"}
     settings |= {f"--{flag.dest}": getattr(args, flag.dest) for flag in flags_with("fixed")}
-    settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
-    settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
-    # "of all": older versions had another checksum, by a name without "all"
-    settings["the checksum of all --data's tokens and masks"] = loader.documents.checksum
+    if loader:  # --export has no data
+        settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
+        settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
+        # "of all": older versions had another checksum, by a name without "all"
+        settings["the checksum of all --data's tokens and masks"] = loader.documents.checksum
     if args.lora:
         settings["the checksum of --model's frozen weights"] = reader.crc()
     if args.qlora:
@@ -2884,19 +2924,68 @@ BLOCKS = number(int, zero_too=True, words=("all", "auto"))
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
 DEMO_DATA = [str(data.TINY / "docs.jsonl")]
-# flags of launchers: torch.distributed.launch gave the first one to each process
-OF_LAUNCHERS = ("local_rank", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
-                "num_processes")
 OF_GROUP = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # why --optim_in_backward does not go with --precision fp16
 WHOLE_STEPS = ("in fp16 a step whose gradients overflow is skipped as a whole, and here a part of its "
                "updates is done by then: leave it out, or use --precision fp32")
+
+# Which flags a command reads. One that is typed and not read is refused: a run of hours that does something
+# else than the words of its command is worse than an error.
+#
+# A mode, named by the flag that asks for it: the other flags that it reads. All other commands train.
+MODES = {
+    "export": {"model", "adapter", "chat_template", "out"},
+    "chat": {"model", "adapter", "precision", "qlora", "nf5", "chat_template", "template_args", "temperature",
+             "max_new_tokens", "system"},
+    # with an adapter and without --data; else it is a part of a training run
+    "merge": {"model", "adapter", "chat_template", "template_args", "out"},
+    # They are added to the command of a training run as it is, so they read all flags but the other modes.
+    "dry_run": None,
+    "inspect": None,
+}
+# What a flag needs to be read, where that is not one other flag: as its error says it, and whether it is met.
+NEEDS = {
+    "--lora or --qlora: full fine-tuning already trains the embeddings": lambda args: args.lora,
+    "--offload params and --lora or --qlora: it is about frozen weights in host memory":
+        lambda args: offloads_frozen(args),
+    "--optim adamw and no --stochastic_rounding":
+        lambda args: args.optim == "adamw" and not args.stochastic_rounding,
+    "--precision bf16": lambda args: args.precision == "bf16",
+    "--sample or --chat": lambda args: args.chat or sample_of(args),
+    "--schedule cosine or linear": lambda args: args.schedule != "constant",
+    "--train_embeddings, or an --adapter with an embedding":
+        lambda args: args.train_embeddings or args.adapter,
+    "a GPU": lambda args: args.dry_run or torch.cuda.is_available(),
+}
 # What may stand beside a flag, besides what argparse takes:
 #     fixed       it changes the mathematics: a resumed run must have the same, see fixed_settings()
 #     everyday    -h shows it; --help_all shows every flag
-#     needs       the flag without which it means nothing; --qlora and --adapter stand for --lora, too
-#     also        its names in TRL, axolotl, torchtune, litgpt and Unsloth that difflib does not find
+#     needs       the flag, or the key of NEEDS, without which it is not read; --qlora and --adapter stand for
+#                 --lora, too
+#     also        its names in TRL, axolotl, LLaMA-Factory, torchtune, litgpt and Unsloth
 MARKS = "fixed", "everyday", "needs", "also"
+# What is said to others' names for which there is no flag, or another one than it seems
+ANSWERS = {
+    "bf16 bfloat16 dtype torch_dtype mixed_precision":
+        "bf16 compute is the default: leave it out; --precision bf16 would also train in bf16",
+    "fp16 float16": "fp16 compute is the default on a GPU without bf16: leave it out, or --precision fp16",
+    "fp32 float32": "did you mean --precision fp32?",
+    "tf32": "TF32 is used except with --precision fp32: leave it out",
+    "load_in_8bit load_8bit": "frozen weights have 16 bits, or 4 with --qlora",
+    "no_lora": "full fine-tuning is the default: leave out --lora, --qlora and --adapter",
+    "betas adam_beta1 adam_beta2": "AdamW has betas of 0.9 and 0.999, and no flag changes them",
+    "early_stopping_patience early_stopping load_best_model_at_end metric_for_best_model":
+        "did you mean --patience? Without it, the best checkpoint is kept: --export makes a model of it",
+    "eval_strategy evaluation_strategy save_strategy": "--eval_every N and --save_every N count steps",
+    "attn_implementation flash_attn flash_attention": "attention takes the fastest kernel by itself",
+    "push_to_hub hub_model_id": "after the run, `hf upload NAME OUT/final` does that",
+    "gpus n_gpus ngpus num_gpus gpu_ids device devices device_map":
+        "CUDA_VISIBLE_DEVICES=0,1 chooses GPUs, and torchrun --nproc_per_node N train.py ... uses N of them",
+    "config": "there are no config files: give their settings as flags, see --help",
+    # torch.distributed.launch gave the first one to each process
+    "local_rank nproc_per_node nnodes node_rank master_addr master_port num_processes":
+        "it belongs to the launcher: torchrun --nproc_per_node N train.py ...",
+}
 
 
 class StoreOnce(argparse._StoreAction):
@@ -2953,12 +3042,12 @@ def make_parser():
     model = parser.add_argument_group("model")
     add(model, "--model", PATH, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
         "run, or with --random_init one of " + ", ".join(data.PRESETS) + " (default: tiny, or the base of "
-        "--adapter)", everyday=True, also="model_name_or_path tokenizer checkpoint_dir base_model")
+        "--adapter)", everyday=True, also="model_name model_name_or_path tokenizer checkpoint_dir base_model")
     switch(model, "--random_init", "start from random weights of --model's shapes", fixed=True)
     add(model, "--precision", str, None, "mixed: float32 trained weights, bf16 compute; fp16: the same with "
         "fp16 compute and a loss scale; bf16, fp32: everything in that format (default: mixed; on hardware "
         "without bf16, fp16 on a GPU and fp32 on a CPU)", choices=("mixed", "bf16", "fp16", "fp32"),
-        fixed=True, also="bf16 fp16 dtype torch_dtype")
+        fixed=True)
     add(model, "--adapter", PATH, None, "PEFT adapter to train on: a folder, a Hub id, a run. It sets rank, "
         "alpha, rsLoRA and targets", also="adapter_name_or_path lora_model_dir")
 
@@ -2966,11 +3055,11 @@ def make_parser():
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
         everyday=True, also="use_peft peft_type finetuning_type")
     switch(method, "--qlora", "--lora with the blocks' weights quantized to NF4 (4.14 bits per weight)",
-        fixed=True, everyday=True, also="load_in_4bit use_4bit quantization_bit")
+        fixed=True, everyday=True, also="load_in_4bit load_4bit use_4bit quantization_bit")
     add(method, "--nf5", str, None, "layers to store in NF5 (5.14 bits per weight) instead of NF4 (default: "
         "none; without a value: all)", nargs="*", metavar="LAYER", fixed=True, needs="qlora", everyday=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True, needs="lora",
-        everyday=True, also="lora_r")
+        everyday=True, also="lora_r r rank lora_dim")
     add(method, "--lora_alpha", AMOUNT, None, "scale = alpha / rank (default: 32)", fixed=True, needs="lora")
     switch(method, "--rslora", "scale = alpha / sqrt(rank) (arXiv:2312.03732)", fixed=True, needs="lora")
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None, "dropout rate of the "
@@ -2981,6 +3070,7 @@ def make_parser():
     add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
         "reference (default: 0.1)", fixed=True, needs="dpo", also="dpo_beta pref_beta")
     switch(method, "--train_embeddings", "also train embedding and head (PEFT's modules_to_save)", fixed=True,
+        needs="--lora or --qlora: full fine-tuning already trains the embeddings",
         also="modules_to_save additional_target")
     add(method, "--lora_targets", str, None, f"layers to adapt, of {', '.join(lm.LORA_TARGETS)} (default: "
         "all-linear, all but in_proj_a and in_proj_b); gate_proj is the MLP's",
@@ -2994,21 +3084,24 @@ def make_parser():
         "also with .gz; data sets of the Hub (org/name or org/name/subset, with :split unless it is train); "
         "folders of datasets' save_to_disk(). Quote patterns such as 'chats/*.jsonl'. What is given twice "
         "is read twice per epoch (default: the demo's)", nargs="+",
-        everyday=True, also="dataset dataset_name dataset_dir train_file")
+        everyday=True, also="dataset datasets dataset_name dataset_dir train_file train_data data_path")
     add(dataset, "--eval_data", PATH, None, "files to evaluate on, as in --data. Or a number: hold out that "
         "many examples of --data, or below 1 that fraction",
-        nargs="+", everyday=True, needs="data", also="eval_dataset val_set_size val_size test_size")
+        nargs="+", everyday=True, needs="data",
+        also="eval_dataset eval_file validation_file val_set_size val_size test_size")
     add(dataset, "--columns", column, None, "rename columns: question=instruction reads the column "
-        "'question' as 'instruction'", nargs="+", metavar="COLUMN=KEY", fixed=True)
+        "'question' as 'instruction'", nargs="+", metavar="COLUMN=KEY", fixed=True,
+        also="dataset_text_field text_column text_field")
     add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True,
-        also="max_length max_seq_length sequence_len cutoff_len")
+        also="max_length max_seq_length model_max_length sequence_len cutoff_len block_size")
     add(dataset, "--overflow", str, None, "what to do with documents longer than a row (default: split "
         "texts, drop others)", choices=("split", "drop", "truncate"))
     switch(dataset, "--packing", "pack several documents into each row; they do not see each other", on=True,
         fixed=True, also="sample_packing neat_packing")
     add(dataset, "--train_on", str, "targets", "targets: answers and plain texts. Answers whose thoughts the "
         "template drops later get documents of their own; 'whole' skips them. all: every token", fixed=True,
-        choices=("targets", "whole", "all"), also="assistant_only_loss train_on_inputs train_on_prompt")
+        choices=("targets", "whole", "all"), also="assistant_only_loss completion_only_loss train_on_inputs "
+        "train_on_prompt train_on_responses_only mask_prompt")
     add(dataset, "--chat_template", PATH, None, "a jinja file of your own", everyday=True, also="template")
     add(dataset, "--template_args", str, None, "variables for the chat template, such as "
         "enable_thinking=false. Values are JSON or plain text, and are saved in final/", nargs="+",
@@ -3037,7 +3130,8 @@ def add_memory_flags(parser):
         "value: both, without --fsdp2 only activations)", nargs="*", choices=("activations", "params"),
         everyday=True, also="cpu_offload enable_activation_offloading")
     add(memory, "--resident_blocks", BLOCKS, "auto", "with --offload params and adapters: blocks (or "
-        "all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU without --gpu_gib")
+        "all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU without --gpu_gib",
+        needs="--offload params and --lora or --qlora: it is about frozen weights in host memory")
     add(memory, "--activation_checkpointing", BLOCKS, "auto", "store only the inputs of the first N "
         "blocks (or all), and recompute these in the backward. auto: recompute as little as 90 %% of the "
         "GPU's memory allows; all on a CPU without --gpu_gib, or with --offload activations",
@@ -3045,16 +3139,17 @@ def add_memory_flags(parser):
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)
-    add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss")
+    add(memory, "--ce_chunk", WHOLE, 1024, "tokens per chunk of the loss", needs="chunked_ce")
     add(memory, "--tiled_mlp", WHOLE, None, "run the MLP on N tokens at a time; from 16,384 tokens a row on "
         "also attention, on groups of heads; try 4096 (default: off)", everyday=True)
     add(memory, "--optim", str, "adamw", "adamw8bit stores 2 bytes of state per parameter instead of 8",
-        choices=("adamw", "adamw8bit"), fixed=True, everyday=True)
+        choices=("adamw", "adamw8bit"), fixed=True, everyday=True, also="optimizer")
     switch(memory, "--stochastic_rounding", "round bf16 weights and moments at random, so that small updates "
-           "count on average", fixed=True)
+           "count on average", fixed=True, needs="--precision bf16")
     switch(memory, "--optim_in_backward", "update each weight in the backward, and free its gradient "
            "at once; rules out --clip")
-    switch(memory, "--fused_adamw", "run AdamW as one fused kernel, on GPU and CPU", on=True)
+    switch(memory, "--fused_adamw", "run AdamW as one fused kernel, on GPU and CPU", on=True,
+           needs="--optim adamw and no --stochastic_rounding")
     declare(memory, "--compile", action=argparse.BooleanOptionalAction, everyday=True, also="torch_compile",
             help="torch.compile the blocks, the loss and NF4 (default: on with a GPU, Triton, a C compiler "
             f"and a model of at least {COMPILES_FROM / 1e9:g} billion parameters)")
@@ -3063,26 +3158,30 @@ def add_memory_flags(parser):
 def add_run_flags(parser):
     schedule = parser.add_argument_group("schedule")
     add(schedule, "--batch_size", WHOLE, 1, "rows per rank and micro-batch", everyday=True,
-        also="batch per_device_train_batch_size micro_batch_size")
+        also="batch per_device_train_batch_size train_batch_size micro_batch_size")
     add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True,
         also="gradient_accumulation_steps")
     add(schedule, "--steps", WHOLE, None, "steps, in place of --epochs", everyday=True, also="max_steps")
-    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data", everyday=True, also="num_train_epochs")
+    add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data", everyday=True,
+        also="num_train_epochs num_epochs n_epochs")
     add(schedule, "--lr", AMOUNT_OR_0, None, "peak learning rate (default: for adapters, 5e-4 * (2000 / "
         "hidden size)^p, where p is 0.0775 for Qwen and 0.781 for others, by tinker-cookbook's get_lr; a "
         "tenth of that in full fine-tuning and for --dpo)", fixed=True, everyday=True, also="learning_rate")
     add(schedule, "--embedding_lr", AMOUNT, None, "peak learning rate of what --train_embeddings trains "
-        "(default: a tenth of --lr)", fixed=True)
+        "(default: a tenth of --lr)", fixed=True, also="embedding_learning_rate",
+        needs="--train_embeddings, or an --adapter with an embedding")
     add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; "
-        "--embedding_lr falls to the same fraction of its peak", fixed=True)
+        "--embedding_lr falls to the same fraction of its peak", fixed=True,
+        needs="--schedule cosine or linear")
     add(schedule, "--warmup", AMOUNT_OR_0, 0.03, "steps of linear warmup, starting at lr / (warmup + 1), or "
         "a fraction of all steps if below 1", fixed=True, also="warmup_ratio warmup_steps")
     add(schedule, "--schedule", str, "cosine", "shape of the learning rate after the warmup",
-        choices=("cosine", "linear", "constant"), fixed=True, also="lr_scheduler_type")
+        choices=("cosine", "linear", "constant"), fixed=True, also="lr_scheduler_type lr_scheduler scheduler")
     add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, applied to matrices only", fixed=True)
     add(schedule, "--clip", AMOUNT_OR_0, None, "maximum gradient norm; 0: no limit (default: 1; 0 with "
-        "--optim_in_backward)", fixed=True, also="max_grad_norm gradient_clipping")
-    add(schedule, "--seed", WHOLE_OR_0, 0, "seed of data order, weights, adapters, dropout", fixed=True)
+        "--optim_in_backward)", fixed=True, also="max_grad_norm gradient_clipping grad_clip")
+    add(schedule, "--seed", WHOLE_OR_0, 0, "seed of data order, weights, adapters, dropout", fixed=True,
+        also="random_state random_seed")
 
     run = parser.add_argument_group("run")
     add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True,
@@ -3098,9 +3197,10 @@ def add_run_flags(parser):
     add(run, "--log_every", WHOLE, 10, "log every N steps, at least every ten seconds, and each of the first "
         "ten steps", also="logging_steps log_interval")
     add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: a tenth of the run, more if "
-        "evaluations would take more than a tenth of it)", needs="eval_data", also="eval_steps")
+        "evaluations would take more than a tenth of it)", needs="eval_data",
+        also="eval_steps eval_interval steps_per_eval")
     add(run, "--patience", WHOLE, None, "end after N evaluations without a better one; final/ gets the best "
-        "(default: off)", needs="eval_data", also="early_stopping_patience load_best_model_at_end")
+        "(default: off)", needs="eval_data")
     switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
     add(run, "--world", WHOLE, None, "GPUs of a --dry_run (default: 1)", needs="dry_run", everyday=True)
     add(run, "--gpu", str, None, "card that --dry_run plans for, such as 3090 or H100: its memory and, for "
@@ -3111,16 +3211,19 @@ def add_run_flags(parser):
     switch(run, "--wandb", "also send metrics to Weights & Biases, configured by WANDB_PROJECT, WANDB_NAME, "
         "WANDB_MODE and so on (pip install wandb)", everyday=True, also="report_to run_name")
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
-    switch(run, "--memory_snapshot", "write memory.pickle of three steps, for pytorch.org/memory_viz")
+    switch(run, "--memory_snapshot", "write memory.pickle of three steps, for pytorch.org/memory_viz",
+           needs="a GPU")
     add(run, "--export", PATH, None, "write final/ of a checkpoint and exit", metavar="RUN/checkpoint-N")
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
-        "and without --data, only merge", needs="lora", everyday=True)
+        "and without --data, only merge", everyday=True, also="merge_and_unload merge_lora")
     add(run, "--system", str, None, "system message of --chat and --sample (default: none)")
     add(run, "--sample", str, None, "a text to continue or a question to answer before training, at each "
-        "evaluation and after training (default: none, except for the built-in data)")
+        "evaluation and after training (default: none, except for the built-in data; '' is none)")
     switch(run, "--chat", "talk with --model instead of training", everyday=True)
-    add(run, "--temperature", AMOUNT_OR_0, 0.0, "of --chat and --sample; 0: always the likeliest token")
-    add(run, "--max_new_tokens", WHOLE, None, "tokens of an answer (default: --chat 512, --sample 48)")
+    add(run, "--temperature", AMOUNT_OR_0, 0.0, "of --chat and --sample; 0: always the likeliest token",
+        needs="--sample or --chat")
+    add(run, "--max_new_tokens", WHOLE, None, "tokens of an answer (default: --chat 512, --sample 48)",
+        needs="--sample or --chat")
 
 
 def flags_with(mark):
@@ -3130,36 +3233,56 @@ def flags_with(mark):
 
 
 def parse_args(argv, args=None):
-    """-> the flags of a run, checked and resolved. args: flags of an earlier call to write over."""
+    """-> the flags of a run, checked and filled in. args: flags of an earlier call to write over."""
     parser = make_parser()
     if "-h" in argv or "--help" in argv:  # one action prints all help: hide what only --help_all should show
         for action in parser._actions:
             if not getattr(action, "everyday", None):
                 action.help = argparse.SUPPRESS
-    switches = [flag for flag, action in parser._option_string_actions.items() if action.nargs == 0]
-    for word, following in zip(argv, [*argv[1:], ""]):
-        flag, _, value = word.partition("=")
-        value = value or following
-        off = f"--no-{flag[2:]}"
-        if flag.startswith("--") and off in argv:
-            refuse(f"{flag} and {off}: leave one out")
-        # argparse drops such a value, and then raises a bare ValueError, or uses the default
-        if re.fullmatch(r"--\w+=--", word):
-            refuse(f"{word}: expected a value, got two dashes")
-        if flag == "--train_on" and value == "last":  # as others call it
-            refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
-        if flag in switches and value.lower() in ("true", "false", "yes", "no", "1", "0"):
-            how = off if off in switches else "no flag at all"
-            refuse(f"{flag} {value}: a switch takes no value: {flag} means on, {how} means off")
-    # parse_args() would end the process before refuse_unknown() could look for the flag that was meant
-    args, unknown = parser.parse_known_args(argv, args)
+    refuse_words(argv, parser._option_string_actions)
+    # parse_args() would end the process before refuse_unknown() could look for the flag that was meant.
+    # No type returns None, so what is not None here was typed, also where it has the value of the default.
+    none = argparse.Namespace(**{action.dest: None for action in parser._actions})
+    typed, unknown = parser.parse_known_args(argv, none)
     if unknown:
         refuse_unknown(unknown[0], parser._option_string_actions)
+    given = {name for name, value in vars(typed).items() if value is not None}
+    args, _ = parser.parse_known_args(argv, args)
     try:
-        resolve_flags(args)
+        normalize_flags(args)
+        check_flags(args, given)
+        # from here on, defaults look like values that were given
+        fill_in_flags(args)
     except (ValueError, OSError) as error:
         refuse(str(error))
     return args
+
+
+def refuse_words(argv, flags):
+    """Refuses words that argparse would drop, or take for something else than the user means."""
+    switches = {flag for flag, action in flags.items() if action.nargs == 0}
+    name = "train.py"  # or the flag that the next value belongs to
+    for word, following in zip(argv, [*argv[1:], ""]):
+        flag, equals, value = word.partition("=")
+        if word.startswith("--"):
+            name = flag
+            off = f"--no-{name[2:]}"
+            if off in argv:
+                refuse(f"{name} and {off}: leave one out")
+            # argparse drops such a value, and then raises a bare ValueError, or uses the default
+            if value == "--":
+                refuse(f"{word}: expected a value, got two dashes")
+            on = value or following
+            if name in switches and on.lower() in ("true", "false", "yes", "no", "1", "0"):
+                how = off if off in switches else "no flag at all"
+                refuse(f"{name} {on}: a switch takes no value: {name} means on, {how} means off")
+        if not word.startswith("--") or not equals:
+            value = word
+        # what a script gives whose variable is not set; --sample '' is how to have none
+        if not value.strip() and name != "--sample":
+            refuse(f"{name}: expected a value, got an empty string")
+        if (name, value) == ("--train_on", "last"):  # as others call it
+            refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
 
 
 def refuse(message):
@@ -3169,32 +3292,30 @@ def refuse(message):
 def refuse_unknown(word, flags):
     """Refuses a word and names the flag that was meant: another trainer's name, - for _, or a misspelling."""
     name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
-    known = {name: flag.option_strings[0] for flag in flags_with("also") for name in flag.also.split()}
+    if word.endswith((".yaml", ".yml")):
+        name = "config"
+    known = {other: flag.option_strings[0] for flag in flags_with("also") for other in flag.also.split()}
     known |= {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
     # a lower cutoff misleads: --version is no --precision, and --beta1 no --beta
-    similar = [match for one in (name, name.removeprefix("no_"))
+    names = name, re.sub("^(no|use|enable)_", "", name)
+    similar = [match for one in names
                for match in difflib.get_close_matches(one, known, n=1, cutoff=0.85)]
+    hint = "--help_all lists all"
     if similar and re.findall(r"\d", name) == re.findall(r"\d", similar[0]):
         hint = f"did you mean {known[similar[0]]}?"
-    elif word.endswith((".yaml", ".yml")) or name == "config":
-        hint = "there are no config files: give their settings as flags, see --help"
-    else:
-        hint = "--help_all lists all"
-    if name in OF_LAUNCHERS:
-        hint = "it belongs to the launcher: torchrun --nproc_per_node N train.py ..."
+    for others, answer in ANSWERS.items():
+        if {*names} & {*others.split()}:
+            hint = answer
     refuse(f"{word}: no such flag; {hint}")
 
 
-def resolve_flags(args):
-    """Validates the flags and fills in defaults that depend on other flags."""
-    # resolve_for_model() fills in those of the model and the device. After that nothing writes to `args`.
-    if args.model == "":  # it would be the folder that the command runs in
-        refuse("--model: expected a name, got an empty string")
-    # This comes first, because an adapter decides which other flags make sense. A run in --model or --adapter
-    # becomes the folder of its result.
-    given = " ".join(f"--{flag} {getattr(args, flag)}" for flag in ("model", "adapter")
+def normalize_flags(args):
+    """Gives each meaning one spelling: a run becomes the folder of its result, `all` what it stands for."""
+    # An adapter decides which other flags make sense, so it is looked for before any check.
+    named = " ".join(f"--{flag} {getattr(args, flag)}" for flag in ("model", "adapter")
                      if getattr(args, flag))
-    args.model, args.adapter = data.find_result(args.model, args.adapter)
+    if named or not args.export:  # --export takes what is not given from the run
+        args.model, args.adapter = data.find_result(args.model, args.adapter)
     for flag in ("model", "adapter"):
         if not os.path.isdir(getattr(args, flag) or ""):
             continue
@@ -3207,7 +3328,7 @@ def resolve_flags(args):
     # the reference of --dpo is the model without adapters, and new tokens need rows in its embedding
     for flag in ("dpo", "add_tokens"):
         if args.adapter and getattr(args, flag):
-            refuse(f"--{flag} needs a whole model: merge the adapter first (--merge {given}) and give the "
+            refuse(f"--{flag} needs a whole model: merge the adapter first (--merge {named}) and give the "
                    "merged/ that it writes as --model")
     data.share_of(args.eval_data)  # raises if it is no share
     args.add_tokens = data.read_new_tokens(args.add_tokens)
@@ -3232,9 +3353,112 @@ def resolve_flags(args):
     names = [name for name, _ in args.columns or []]
     if len(set(names)) < len(names):
         refuse(f"--columns: {', '.join(names)}: a column can have one key")
-    refuse_conflicts(args)  # from here on, defaults look like values that were given
 
-    if args.merge and args.adapter and not args.data:  # main trains nothing
+
+def layer_names(flag, words):
+    """-> the layers that --lora_targets or --nf5 names, in the order of lm.LORA_TARGETS."""
+    given = ",".join(words).split(",")  # commas are as good as spaces
+    unknown = {*given} - {*lm.LORA_TARGETS, "all", "all-linear"}
+    if unknown:
+        refuse(f"--{flag} {', '.join(sorted(unknown))}: expected all-linear or some of "
+               + ", ".join(lm.LORA_TARGETS))
+    if "all" in given or "all-linear" in given:
+        given += lm.ALL_LINEAR
+    return [name for name in lm.LORA_TARGETS if name in given]
+
+
+def check_flags(args, given):
+    """Refuses flags that would not be read, or cannot work together, before any process group or download.
+    given: the names of those that were typed."""
+    refuse_unread(args, given)
+    out = Path(args.out or ".")
+    if not out.is_dir() and (out.exists() or out.suffix.removeprefix(".") in data.FILE_TYPES):
+        refuse(f"--out {out}: a file, and --out is the folder that a run writes to; --data reads files")
+    for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
+        if flag in given and args.adapter:
+            refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
+    if {"steps", "epochs"} <= given:
+        refuse("--steps and --epochs: leave one out, either says how long the run is")
+    if args.add_tokens and args.lora and not args.train_embeddings:
+        refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
+               "tokens are never learned")
+    if args.merge and not args.lora:
+        refuse(f"--merge: {args.model} has no adapter to merge: give the folder of a run that has trained "
+               "one as --model, or train one with --lora")
+    if args.dpo and (args.overflow or args.train_on != "targets" or args.sequence_parallel > 1):
+        refuse("--dpo: leave out --overflow, --train_on and --sequence_parallel")
+    # the reference would need the old embeddings, and --dpo's loss of each token has no gradient of the head
+    if args.dpo and args.train_embeddings:
+        refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
+               "before, and give its merged model")
+    if args.system and not (args.chat or args.sample):
+        refuse("--system needs --chat or --sample")
+    if args.patience and not args.save_every:
+        refuse("--patience needs --save_every above 0: final/ gets the weights of the best checkpoint")
+    if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
+        refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
+    if args.optim_in_backward and args.precision == "fp16":
+        refuse(f"--optim_in_backward: {WHOLE_STEPS}")
+    for flag in ("tensorboard", "wandb"):
+        if getattr(args, flag) and not is_installed(flag):
+            refuse(f"--{flag} needs a package: pip install {flag}")
+    if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
+        refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
+    # A preset has no weights. Without this error a user could take noise for a model.
+    is_preset = args.model in data.PRESETS and not os.path.isdir(args.model)
+    if is_preset and not (args.random_init or args.dry_run or args.export):
+        trained = f"--model {data.PRESETS[args.model]['_name_or_path']}"
+        if args.adapter:
+            refuse(f"{args.adapter}: its base {args.model} is a preset of shapes, without weights: "
+                   f"--adapter {args.adapter} {trained}")
+        way = "give" if args.chat else "add --random_init, or give"
+        refuse(f"--model {args.model} is a preset of shapes: {way} {trained}")
+    if "params" in args.offload and not args.fsdp2:
+        refuse("--offload params needs --fsdp2")
+    if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
+        refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
+               "input of a block, not for all that the block computes")
+
+
+def refuse_unread(args, given):
+    """Refuses typed flags that this command would not read, by MODES and NEEDS."""
+    modes = [mode for mode in MODES if mode in given and (mode != "merge" or only_merges(args))]
+    if len(modes) > 1:
+        refuse(f"--{modes[0]} and --{modes[1]}: leave one out")
+    if modes and modes != ["inspect"] and "RANK" in os.environ:
+        refuse("--chat, --export, --merge without --data, and --dry_run need one process: no torchrun; "
+               "--world N plans for N GPUs")
+    flags = {flag.dest: flag for flag in make_parser()._actions if flag.dest in given}
+    typed = {name: f"--no-{name}" if getattr(args, name) is False else f"--{name}" for name in flags}
+    for mode in modes:
+        read = {mode, *(MODES[mode] or flags)}
+        unread = [typed[name] for name in flags if name not in read]
+        how = " without --data only merges, and" if mode == "merge" else ""
+        if unread:
+            refuse(f"--{mode}{how} does not read {', '.join(unread)}: leave this out")
+    for name, flag in flags.items():
+        needs = getattr(flag, "needs", None)  # a fork may have added one without declare()
+        if needs in NEEDS and not NEEDS[needs](args):
+            refuse(f"{typed[name]} needs {needs}")
+        if needs and needs not in NEEDS and not getattr(args, needs):
+            refuse(f"{typed[name]} needs --{needs}")
+
+
+def only_merges(args):
+    return args.merge and args.adapter and not args.data
+
+
+def sample_of(args):
+    """-> the text that a run samples: --sample, or the demo's question."""
+    is_demo = not args.random_init and (args.data or DEMO_DATA) == DEMO_DATA
+    return SAMPLE if args.sample is None and is_demo else args.sample
+
+
+def fill_in_flags(args):
+    """Fills in defaults that depend on other flags. resolve_for_model() fills in those of the model and the
+    device. After that nothing writes to `args`."""
+    args.sample = sample_of(args) or ""
+    if only_merges(args):  # main trains nothing
         args.data = []
         args.sample = ""
     else:
@@ -3251,86 +3475,6 @@ def resolve_flags(args):
         args.lora_targets = args.lora_targets or list(lm.ALL_LINEAR)
     if args.dpo:
         args.beta = args.beta or 0.1
-    if args.sample is None and not args.random_init:
-        args.sample = SAMPLE if args.data == DEMO_DATA else ""
-
-
-def layer_names(flag, words):
-    """-> the layers that --lora_targets or --nf5 names, in the order of lm.LORA_TARGETS."""
-    given = ",".join(words).split(",")  # commas are as good as spaces
-    unknown = {*given} - {*lm.LORA_TARGETS, "all", "all-linear"}
-    if unknown:
-        refuse(f"--{flag} {', '.join(sorted(unknown))}: expected all-linear or some of "
-               + ", ".join(lm.LORA_TARGETS))
-    if "all" in given or "all-linear" in given:
-        given += lm.ALL_LINEAR
-    return [name for name in lm.LORA_TARGETS if name in given]
-
-
-def refuse_conflicts(args):
-    """Refuses flags that cannot work together, before any process group or download."""
-    if args.train_embeddings and not args.lora:
-        refuse("--train_embeddings: full fine-tuning already trains the embeddings: leave it out, or add "
-               "--lora or --qlora")
-    if args.add_tokens and args.chat:
-        refuse("--add_tokens: leave it out with --chat: the model has not learned these tokens")
-    if args.add_tokens and args.lora and not args.train_embeddings:
-        refuse("--add_tokens with --lora or --qlora needs --train_embeddings: without it the rows of these "
-               "tokens are never learned")
-    if args.merge and not args.lora and args.model != "tiny":
-        refuse(f"--merge: {args.model} has no adapter to merge: give the folder of a run that has trained "
-               "one, or train one with --lora")
-    for flag in flags_with("needs"):
-        value = getattr(args, flag.dest)
-        if value != flag.default and not getattr(args, flag.needs):
-            no = "no-" if value is False else ""
-            refuse(f"--{no}{flag.dest} needs --{flag.needs}")
-    for flag in ("lora_rank", "lora_alpha", "rslora", "lora_targets", "train_embeddings", "random_init"):
-        if getattr(args, flag) and args.adapter:
-            refuse(f"--{flag} and --adapter: leave one out, the adapter has its own")
-    if args.dpo and (args.overflow or args.train_on != "targets" or args.sequence_parallel > 1):
-        refuse("--dpo: leave out --overflow, --train_on and --sequence_parallel")
-    # the reference would need the old embeddings, and --dpo's loss of each token has no gradient of the head
-    if args.dpo and args.train_embeddings:
-        refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
-               "before, and give its merged model")
-    if args.system and not (args.chat or args.sample):
-        refuse("--system needs --chat or --sample")
-    if args.patience and not args.save_every:
-        refuse("--patience needs --save_every above 0: final/ gets the weights of the best checkpoint")
-    if args.stochastic_rounding and args.precision != "bf16":
-        refuse("--stochastic_rounding needs --precision bf16")
-    if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
-        refuse("--optim_in_backward needs --grad_accum 1 and no --clip: it frees each gradient early")
-    if args.chat and args.fsdp2:
-        refuse("--chat needs one device: no --fsdp2")
-    only_merges = args.merge and args.adapter and not args.data
-    if "RANK" in os.environ and (args.chat or args.dry_run or args.export or only_merges):
-        refuse("--chat, --export, --merge without --data, and --dry_run need one process: no torchrun; "
-               "--world N plans for N GPUs")
-    if args.optim_in_backward and args.precision == "fp16":
-        refuse(f"--optim_in_backward: {WHOLE_STEPS}")
-    for flag in ("tensorboard", "wandb"):
-        if getattr(args, flag) and not is_installed(flag):
-            refuse(f"--{flag} needs a package: pip install {flag}")
-    if (args.profile or args.memory_snapshot) and args.steps in (1, 2):
-        refuse("--profile and --memory_snapshot need --steps above 2: they record the third step")
-    # A preset has no weights. Without this error a user could take noise for a model.
-    is_preset = args.model in data.PRESETS and not os.path.isdir(args.model)
-    if is_preset and not (args.random_init or args.dry_run):
-        trained = f"--model {data.PRESETS[args.model]['_name_or_path']}"
-        if args.adapter:
-            refuse(f"{args.adapter}: its base {args.model} is a preset of shapes, without weights: "
-                   f"--adapter {args.adapter} {trained}")
-        refuse(f"--model {args.model} is a preset of shapes: add --random_init, or give {trained}")
-    if "params" in args.offload and not args.fsdp2:
-        refuse("--offload params needs --fsdp2")
-    if args.resident_blocks != "auto" and not offloads_frozen(args):
-        refuse("--resident_blocks needs --offload params and --lora or --qlora: it is about frozen weights "
-               "that are in host memory otherwise")
-    if "activations" in args.offload and args.activation_checkpointing not in ("all", "auto"):
-        refuse("--offload activations needs --activation_checkpointing all: the bus is fast enough for the "
-               "input of a block, not for all that the block computes")
 
 
 def is_installed(package):
@@ -3952,7 +4096,7 @@ class Kept(NamedTuple):
 
 class BlockPolicy(NamedTuple):
     """What each block keeps. Losses do not depend on it: a feature that changes what a recomputed block
-    computes has to set --activation_checkpointing in resolve_flags()."""
+    computes has to set --activation_checkpointing in fill_in_flags()."""
 
     blocks: tuple  # of Kept
     segment: int = lm.SEGMENT  # tokens that Gated DeltaNet mixes at a time
@@ -4098,7 +4242,7 @@ def ladder_of(run):
 
 def with_options(run, options):
     """A copy of `run` with options typed after the command line, or None if they cannot be used together."""
-    # resolve_flags() would take these two for flags that were given
+    # normalize_flags() would take these two for flags that were given
     decided = {"adapter": None, "offload": run.args.offload or None}
     args = argparse.Namespace(**vars(run.args) | decided)
     try:

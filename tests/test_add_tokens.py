@@ -493,7 +493,7 @@ def test_a_token_that_cannot_be_right_is_refused(tokens, message):
     (["--lora"], "needs --train_embeddings"),
     (["--qlora"], "needs --train_embeddings"),
     (["--model", "tiny", "--adapter", "folder"], "merge the adapter first"),
-    (["--chat"], "leave it out with --chat"),
+    (["--chat"], "--chat does not read --add_tokens"),
 ])
 def test_what_cannot_work_is_refused(others, message):
     with pytest.raises(argparse.ArgumentError, match=message):

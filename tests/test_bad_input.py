@@ -1,6 +1,7 @@
 """What is wrong with flags, models, adapters and data is said before anything is written: one message names the thing
 and the way out. A case is what to spoil or which flags to give, and a list of words that the message has to have."""
 
+import argparse
 import functools
 import json
 import os
@@ -59,7 +60,7 @@ FLAGS = {  # flags: words of the message
     "--lr nan": ["--lr", "nan", "0 or a number above"],
     "--model --": ["--model", "expected one argument"],
     "--model -- tiny": ["--model"],
-    "--model=": ["--model: expected a name, got an empty string"],
+    "--model=": ["--model: expected a value, got an empty string"],
     "--model=--": ["--model=--: expected a value"],
     "--offload disk": ["--offload", "disk", "activations"],
     "--precision fp8": ["--precision", "fp8", "bf16", "fp16"],
@@ -75,6 +76,14 @@ FLAGS = {  # flags: words of the message
     "--hub_token x": ["--hub_token: no such flag; --help_all"],
     "--revision main": ["--revision: no such flag; --help_all"],
     "--version": ["--version: no such flag; --help_all"],
+    "--betas 0.9": ["AdamW has betas of 0.9 and 0.999"],
+    "--bf16 true": ["bf16 compute is the default: leave it out"],
+    "--fp16": ["the default on a GPU without bf16"],
+    "--gpus 2": ["CUDA_VISIBLE_DEVICES", "--nproc_per_node"],
+    "--qlora --no-lora": ["full fine-tuning is the default: leave out --lora, --qlora"],
+    "--num_epochs 3": ["mean --epochs?"],
+    "--r 8": ["mean --lora_rank?"],
+    "--early_stopping_patience 3": ["mean --patience?", "the best checkpoint is kept", "--export makes a model of it"],
     "--beta1 0.9": ["--beta1: no such flag; --help_all"],
     "--cutoff_len 8": ["mean --seq_len?"],
     "--finetuning_type lora": ["mean --lora?"],
@@ -127,10 +136,26 @@ FLAGS = {  # flags: words of the message
     "--patience 5": ["--patience needs --eval_data"],
     "--patience 0 --eval_data 0.1": ["--patience: 0: expected a whole number above 0"],
     "--data a.jsonl --patience 5 --eval_data 0.1 --save_every 0": ["--patience needs --save_every above 0"],
-    "--early_stopping_patience 3": ["mean --patience?"],
     "--system hi": ["--system needs --chat or --sample"],
+    "--steps 5 --epochs 1": ["--steps and --epochs: leave one out"],
+    "--replicas 1": ["--replicas needs --fsdp2"],  # typed, although it is the default
+    "--min_lr 0 --schedule constant": ["--min_lr needs --schedule cosine or linear"],
+    "--ce_chunk 64 --no-chunked_ce": ["--ce_chunk needs --chunked_ce"],
+    "--no-fused_adamw --optim adamw8bit": ["--no-fused_adamw needs --optim adamw"],
+    "--temperature 1 --data a.jsonl": ["--temperature needs --sample or --chat"],
+    "--max_new_tokens 9 --sample=": ["--max_new_tokens needs --sample or --chat"],
+    "--embedding_lr 1": ["--embedding_lr needs --train_embeddings"],
+    "--out chats.jsonl": ["--out chats.jsonl: a file", "--data reads files"],
+
+    # a mode reads what it reads
+    "--export run/checkpoint-2 --merge --steps 9": ["--export does not read --steps, --merge: leave"],
+    "--export run/checkpoint-2 --lora_rank 8": ["--export does not read --lora_rank"],
+    "--merge --model tiny --adapter a --epochs 3": ["--merge without --data only merges, and does not read --epochs"],
+    "--chat --no-compile": ["--chat does not read --no-compile"],
+    "--chat --dry_run": ["--chat and --dry_run: leave one out"],
+    "--dry_run --inspect 2": ["--dry_run and --inspect: leave one out"],
     "--world 4": ["--world needs --dry_run"],
-    "--chat --fsdp2": ["--chat", "one device"],
+    "--chat --fsdp2": ["--chat does not read --fsdp2: leave this out"],
     "--stochastic_rounding": ["needs --precision bf16"],
     "--stochastic_rounding --precision fp16": ["needs --precision bf16"],
     "--optim_in_backward --precision fp16": ["--optim_in_backward", "skipped as a whole", "--precision fp32"],
@@ -151,7 +176,7 @@ FLAGS = {  # flags: words of the message
     "--rslora": ["--rslora needs --lora"],
     "--lora_dropout 0.1": ["--lora_dropout needs --lora"],
     "--lora_targets q_proj": ["--lora_targets needs --lora"],
-    "--merge": ["--merge needs --lora"],
+    "--merge": ["--merge: tiny has no adapter to merge", "as --model", "--lora"],
     "--lora --lora_dropout 1": ["--lora_dropout", "below 1"],
     "--lora --lora_targets lm_head": ["--lora_targets", "lm_head", "q_proj"],
     "--lora --lora_targets q_proj,x_proj k_proj": ["--lora_targets x_proj: expected all-linear or some of q_proj, k_"],
@@ -178,6 +203,64 @@ def test_bad_flags_end_with_the_flag_to_change(flags, capsys):
     assert message.startswith("train.py: error: ")
     assert message.count("\n") == 1
     assert_says(message, FLAGS[flags])
+
+
+SWITCHES = {flag for flag, action in train.make_parser()._option_string_actions.items() if action.nargs == 0}
+WITH_VALUES = [flag for flag in train.make_parser()._option_string_actions if flag not in SWITCHES]
+
+
+@pytest.mark.parametrize("words", [["{}="], ["{}", ""], ["{}", "  "]], ids=str)
+def test_an_empty_value_of_any_flag_is_refused_by_name(words):
+    """A job script gives one whose variable is not set. Only --sample has a use for it."""
+    for flag in WITH_VALUES:
+        argv = [word.format(flag) for word in words]
+        if flag == "--sample":
+            assert train.parse_args(argv).sample.strip() == ""
+        else:
+            with pytest.raises(argparse.ArgumentError, match=f"{flag}: expected a value, got an empty string"):
+                train.parse_args(argv)
+    with pytest.raises(argparse.ArgumentError, match="--data: expected a value"):
+        train.parse_args(["--lora", "--data", "a.jsonl", *words[1:], ""])
+
+
+VALUES = {  # of flags that take neither a number nor any word
+    "precision": "bf16", "overflow": "drop", "train_on": "all", "offload": "activations", "optim": "adamw8bit",
+    "schedule": "linear", "columns": "a=text", "eval_data": "b.jsonl", "template_args": "a=1", "nf5": "q_proj",
+    "lora_targets": "q_proj", "gpu": "3090", "lora_dropout": "0.1",
+}
+MODE = {"export": "--export run/checkpoint-2", "chat": "--chat", "dry_run": "--dry_run", "inspect": "--inspect 2",
+        "merge": "--merge --model tiny --adapter a"}
+
+
+def test_the_modes_and_needs_of_the_table_are_of_flags():
+    flags = vars(train.parse_args([])).keys()
+    assert train.MODES.keys() == MODE.keys() <= flags
+    for read in train.MODES.values():
+        assert (read or set()) <= flags
+    needs = {action.needs for action in train.flags_with("needs")}
+    assert needs <= flags | train.NEEDS.keys()
+    assert train.NEEDS.keys() <= needs
+
+
+@pytest.mark.parametrize("mode", MODE)
+def test_a_mode_reads_a_flag_or_refuses_it_by_name(mode):
+    given = MODE[mode].split()
+    read = train.MODES[mode]
+    for flag, action in train.make_parser()._option_string_actions.items():
+        is_training = mode == "merge" and action.dest == "data"
+        if flag in given or action.dest in ("help", "model", "adapter") or is_training:
+            continue
+        value = [] if flag in SWITCHES else [VALUES.get(action.dest, "2")]
+        is_other_mode = action.dest in train.MODES and action.dest != "merge"
+        try:
+            train.parse_args([*given, flag, *value])
+            refused = ""
+        except argparse.ArgumentError as error:
+            refused = str(error)
+        if is_other_mode or (read and action.dest not in read):
+            assert action.dest in refused, f"{mode} takes {flag}"
+        elif refused:  # for another reason: another flag is missing, or is there
+            assert action.dest in refused and "does not read" not in refused
 
 
 OF_RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -183,7 +183,7 @@ def test_what_cannot_work_is_refused(flags, message):
 
 
 def test_a_rate_of_embeddings_without_any_is_refused(tmp_path, capsys):
-    assert train.launch(["--lora", "--embedding_lr", "1e-4", "--out", str(tmp_path / "run")]) == 1
+    assert train.launch(["--lora", "--embedding_lr", "1e-4", "--out", str(tmp_path / "run")]) == 2
     assert "--embedding_lr needs --train_embeddings" in capsys.readouterr().err
 
 

@@ -495,6 +495,8 @@ COMPLETE = [
     f"{NEWER}/checkpoint-5",
     "out/named/checkpoint-7",  # a name that --resume alone does not find
     "branched/checkpoint-3",
+    f"{NEWER}-step-5/final",  # of --export
+    "out/20260102-000000/checkpoint-2.part",  # a start that was killed in its first save
 ]
 
 
@@ -520,7 +522,7 @@ def find(out, resume):
 
 
 @pytest.mark.parametrize("out, resume, run, checkpoint", [
-    (None, "auto", NEWER, f"{NEWER}/checkpoint-5"),  # the newest by its name, which is a date
+    (None, "auto", NEWER, f"{NEWER}/checkpoint-5"),  # the newest of those with a checkpoint, by its name, a date
     ("run", "auto", "run", "run/checkpoint-10"),
     (None, "run", "run", "run/checkpoint-10"),
     (None, "run/checkpoint-10", "run", "run/checkpoint-10"),
@@ -534,6 +536,17 @@ def test_resume_finds_the_run_and_its_newest_checkpoint(runs, out, resume, run, 
     folder, found = find(out, resume)
     assert folder.resolve() == runs / run
     assert found.resolve() == runs / checkpoint
+
+
+def test_a_resume_names_the_runs_that_it_passes_over_and_a_start_from_nothing(runs, capsys):
+    find(None, "auto")
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == f"note: no checkpoint in {NEWER}-step-5, out/20260102-000000: --resume takes an older run"
+    for out, where in ((None, "out/"), ("early", "early")):
+        shutil.rmtree(runs / "out")
+        (runs / "out/20260103-000000").mkdir(parents=True)
+        assert train.checkpoint_to_resume(out, "auto") is None
+        assert capsys.readouterr().out == f"note: no checkpoint in {where}: starting anew\n"
 
 
 @pytest.mark.parametrize("resume", [".", "../checkpoint-10", ".."])
@@ -794,6 +807,51 @@ def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_mode
     assert train.launch([*argv, "--steps", "2", "--out", str(tmp_path / "two")]) == 0
     name = "adapter_model.safetensors" if method else "model.safetensors"
     assert (tmp_path / "run-step-2/final" / name).read_bytes() == (tmp_path / "two/final" / name).read_bytes()
+
+    # --model counts: a base that has moved is the same, another one is not
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    settings = data.read_json(out / "args.json")
+    settings |= {"model": "/gone", "lora_rank": 4, "lora_alpha": "9", "seed": None}  # the state has these
+    data.write_json(out / "args.json", settings)
+    assert train.launch(command.split()) == 1
+    assert "--model /gone: no such folder" in capsys.readouterr().err
+    again = tmp_path / "again"
+    assert train.launch([*command.split(), "--model", str(moved), "--out", str(again)]) == 0
+    assert (again / "final" / name).read_bytes() == (tmp_path / "two/final" / name).read_bytes()
+    random_model(tmp_path / "other", num_hidden_layers=2, rope_theta=5000.0)
+    assert train.launch([*command.split(), "--model", str(tmp_path / "other")]) == 1
+    assert "config.json's rope_theta was " in capsys.readouterr().err
+    for broken in ({"model": 5}, {"adapter": ["a"]}, {"chat_template": {}}, {"revisions": 3}, {"revisions": {"a": 1}}):
+        data.write_json(out / "args.json", settings | {"model": str(folder)} | broken)
+        assert train.launch(command.split()) == 1
+        assert f"{out}/args.json: {next(iter(broken))} is " in capsys.readouterr().err
+
+
+def test_a_finished_run_says_so_and_has_no_answer_from_before_its_training(lora_run, tmp_path, capsys):
+    out = shutil.copytree(lora_run[0], tmp_path / "run")
+    command = [*map(str, lora_run[1]), "--sample", "hi", "--max_new_tokens", "2", "--out", str(out), "--resume"]
+    assert train.launch(command) == 0
+    said = capsys.readouterr().out
+    assert f"note: this run is finished: {out}/checkpoint-2 has its last step\n" in said
+    assert "after: " in said
+    assert "before:" not in said
+
+
+def test_a_first_save_that_fails_speaks_of_no_older_checkpoints(tmp_path, monkeypatch, capsys):
+    def write_rows(*_):
+        raise OSError("No space left")
+
+    monkeypatch.setattr(train, "write_rows", write_rows)
+    train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state_of(1))
+    assert "NOT written: No space left. There is no older one; steps" in capsys.readouterr().out
+
+
+def test_an_export_compares_the_weights_of_its_base(lora_run, tmp_path, capsys):
+    out, _ = lora_run
+    command = ["--export", str(out / "checkpoint-2"), "--out", str(tmp_path / "run")]
+    assert train.launch([*command, "--model", str(out.parent / "other")]) == 1
+    assert "--model's frozen weights was" in capsys.readouterr().err
+    assert train.launch([*command, "--model", str(out.parent / "same")]) == 0
 
 
 def with_evaluations(losses, argv):

@@ -557,11 +557,6 @@ def test_a_flag_that_a_fork_adds_by_argparse_alone_needs_no_marks(monkeypatch, c
     assert "--plain" not in capsys.readouterr().out  # --help_all has it
 
 
-def test_what_flags_need_are_flags():
-    flags = vars(train.parse_args([])).keys()
-    assert {action.needs for action in train.flags_with("needs")} <= flags
-
-
 def test_help_is_short_and_help_all_has_every_flag(capsys):
     shown = {}
     for flag in ("--help", "--help_all"):
@@ -793,7 +788,8 @@ def test_the_default_rate_is_that_of_the_family_at_its_width(preset, flags, rate
     ("cosine", 0.55, 0.1),
 ])
 def test_learning_rate_schedules(schedule, in_the_middle, at_the_end):
-    args = train.parse_args(["--lr", "1", "--min_lr", "0.1", "--warmup", "10", "--schedule", schedule])
+    lowest = [] if schedule == "constant" else ["--min_lr", "0.1"]  # which a constant rate does not read
+    args = train.parse_args(["--lr", "1", *lowest, "--warmup", "10", "--schedule", schedule])
     lrs = [train.lr_at(step, 110, args, peak=1.0) for step in range(111)]
     assert lrs[0] == pytest.approx(1 / 11)
     assert lrs[9] == pytest.approx(10 / 11)
@@ -809,6 +805,7 @@ def test_learning_rate_schedules(schedule, in_the_middle, at_the_end):
     ("--warmup 50", "note: --warmup 50 is not shorter than the run, 50 steps: the learning rate does not reach --lr"),
     ("--lr 0.01", "note: --lr 0.01 is 1.9e+02 times this method's default, 5.27e-05"),
     ("--lr 1e-7 --lora", "note: --lr 1e-07 is 0.00019 times this method's default, 0.000527"),
+    ("--precision bf16", "note: --precision bf16 also trains in bf16, which rounds small updates away"),
 ])
 def test_what_is_probably_not_meant_gets_a_note(flags, words, capsys):
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
@@ -821,7 +818,8 @@ def test_what_is_probably_not_meant_gets_a_note(flags, words, capsys):
 
     assert words in notes_of(*flags.split())
     assert not notes_of("--warmup", "49")
-    assert not notes_of("--lr", "1e-3", "--min_lr", "2e-3", "--schedule", "constant")
+    assert not notes_of("--precision", "bf16", "--stochastic_rounding")
+    assert not notes_of("--precision", "bf16", "--lora")
 
 
 def test_decay_spares_norms_and_biases():
