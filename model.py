@@ -36,9 +36,9 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.nn.functional import all_to_all_single
 from torch.utils.checkpoint import checkpoint
 
 import nf4
@@ -551,7 +551,22 @@ def cut_heads(parts, n_ranks):
 
 def exchange(x, group):
     """[n_ranks, ...] -> [n_ranks, ...]: row i goes to rank i."""
-    return all_to_all_single(torch.empty_like(x), x, group=group)
+    return Exchange.apply(x, group)
+
+
+class Exchange(torch.autograd.Function):
+    """torch's own all_to_all_single() with a gradient is deprecated. The gradient goes the same ways."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return exchange(grad.contiguous(), ctx.group), None
 
 
 # ---------------- Gated DeltaNet
@@ -1194,7 +1209,7 @@ class LMHead(nn.Module):
             losses_S, sums = self.masked_loss(self.logits(h_SD, w_VD), targets_S)
             self.metrics.update(sums)
             loss = losses_S if self.per_token else losses_S.sum()
-        return loss.flatten()[:S] if self.per_token else loss
+        return loss.flatten()[:S].clone() if self.per_token else loss  # a view, see run_in_tiles()
 
 
 # ---------------- the decoder
@@ -1523,7 +1538,10 @@ def run_in_tiles(size, has_dropout, function, *inputs):
     with saving_as_usual():
         out = [run(i) for i in tiles]
     tiles.inputs = []  # views, which would keep the inputs in memory
-    return [torch.cat(parts).unflatten(0, inputs[0].shape[:2]) for parts in zip(*out)]
+    # no view for autograd: FSDP2 warns of blocks that return one, because in-place operations on it go wrong
+    B, T = inputs[0].shape[:2]
+    whole = [torch.cat(parts) for parts in zip(*out)]
+    return [ATEN._unsafe_view(t, [B, T, *t.shape[1:]]) for t in whole]
 
 
 def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, records=None):

@@ -135,6 +135,7 @@ def main(argv, progress, exits):
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
     progress["out"] = out
     opened = open_model(args, ranks, revisions)
+    compare_ranks(args, opened, resumed, ranks)
     config = opened.config
     model = opened.model
     tokenizer = opened.tokenizer
@@ -292,14 +293,15 @@ class Ranks:
 
         who waits         for what                                         seconds
         the watchdog      a step, or a batch of an evaluation              T, which is --timeout
-        collectives       the others in a step, and at the start           2 T + 60
+        collectives       the others in a step, and at the start           T + 60
         rank 0            the others, which may load or save for hours     4 T, in gather() and agree()
         the other ranks   rank 0 in gather() and agree()                   8 T
     """
 
-    def __init__(self, want_group, timeout):
+    def __init__(self, want_group, timeout, error=None):
+        """error: what this rank has found before. It ends all ranks as soon as they have met."""
         self.timeout = timeout
-        self.step_limit = timedelta(seconds=2 * timeout + 60)
+        self.step_limit = timedelta(seconds=timeout + 60)
         self.long_limit = timedelta(seconds=LONG * timeout)
         # One rank under plain python: without `control`, the methods talk to no other process.
         self.rank = 0
@@ -309,7 +311,11 @@ class Ranks:
         environment = os.environ if under_torchrun else {}
         self.local = int(environment.get("LOCAL_RANK", 0))  # its number on this machine
         self.n_local = int(environment.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
-        self.device = prepare_device(self.local, self.n_local)
+        try:
+            self.device = prepare_device(self.local, self.n_local)
+        except ValueError as caught:  # perhaps on one machine alone
+            self.device = torch.device("cpu")
+            error = error or str(caught)
         on_gpu = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "CPU"
 
@@ -322,10 +328,12 @@ class Ranks:
                 data.say(f"{set_to}: waits for the other ranks; to train alone, unset RANK", to_stderr=True)
             # init_process_group() would do the same by itself, but with names that nobody can change
             try:
-                store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
-            except ValueError as error:  # a variable is missing, or no number
-                raise SystemExit(f"RANK is set, so this process is one of several ranks. {error}. torchrun "
-                                 f"sets {data.listing(OF_GROUP)}: start with it, or unset RANK") from error
+                with meeting():
+                    store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
+            except ValueError as caught:  # a variable is missing, or no number
+                raise ConnectionError(
+                    f"RANK is set, so this process is one of several ranks. {caught}. torchrun sets "
+                    f"{data.listing(OF_GROUP)}: start with it, or unset RANK") from caught
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # A restarted rank gets the store of the dead ones, with their addresses. So each start uses
                 # names of its own (pytorch #135712).
@@ -336,10 +344,20 @@ class Ranks:
         if under_torchrun or want_group:
             # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.world, timeout=self.step_limit)
-        if self.world > 1:
-            self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
+            with meeting():
+                dist.init_process_group(
+                    backend, store=store, rank=self.rank, world_size=self.world, timeout=self.step_limit)
+                if self.world > 1:
+                    self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
+        self.is_one_machine = self.world <= self.n_local
+        gpu = torch.cuda.get_device_properties(self.device) if on_gpu else None
+        gpu = getattr(gpu, "uuid", self.rank)  # the emulated device has none
+        self.names, gpus = zip(*self.gather((name_of_rank(), str(gpu))))
+        with self.agree():
+            if error:
+                raise ValueError(error)
+            if len({*gpus}) < self.world:
+                raise ValueError(f"--nproc_per_node {self.n_local}: two ranks have the same GPU")
 
     def say(self, text):
         if self.rank == 0:
@@ -363,19 +381,25 @@ class Ranks:
 
     @contextlib.contextmanager
     def agree(self, end_run=True):
-        """All ranks end with the message of a rank that raises ValueError or OSError inside the block."""
+        """All ranks end with the message of a rank that raises ValueError or OSError inside the block. It
+        begins with that rank's name, unless all have this message, or rank 0 and there is one machine."""
         error = None
         try:
             yield
         # Any other error is a bug: this rank ends with its traceback, and torchrun ends the others.
         except (ValueError, OSError) as caught:
             error = str(caught)
-        errors = [text for text in self.gather(error) if text]
-        if errors and not end_run:
-            raise OSError(errors[0])  # on all ranks
-        if errors:
-            self.leave()
-            raise SystemExit(errors[0])  # a wrong flag is an error on all ranks: one of them is enough
+        errors = self.gather(error)
+        message = next(filter(None, errors), None)
+        if message is None:
+            return
+        rank = errors.index(message)
+        if len({*errors}) > 1 and (rank or not self.is_one_machine):
+            message = f"{self.names[rank]}: {message}"
+        if not end_run:
+            raise OSError(message)  # on all ranks
+        self.leave()
+        raise SystemExit(message)
 
     def rearm_watchdog(self):
         """This rank prints its stacks and ends unless the next call comes within `timeout` seconds."""
@@ -391,6 +415,24 @@ class Ranks:
             dist.barrier(self.control)  # with gloo, others abort when one leaves early
             dist.destroy_process_group()
             self.control = None
+
+
+def name_of_rank():
+    return f"rank {os.environ.get('RANK', 0)} ({platform.node()})"
+
+
+@contextlib.contextmanager
+def meeting():
+    """Makes one line of torch's errors where ranks do not find each other. Each rank has to print its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        given = " ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        why = str(error).splitlines()[0][:300].rstrip(".")
+        raise ConnectionError(
+            f"{name_of_rank()}: no contact with the other ranks at {given}: {why}. Each rank listens at the "
+            "address of its machine's name. If that is 127.0.1.1, no other machine reaches it: "
+            "GLOO_SOCKET_IFNAME=eth0 gives the network interface to listen at") from error
 
 
 def prepare_device(local_rank, n_local):
@@ -411,9 +453,11 @@ def prepare_device(local_rank, n_local):
         if local_rank == 0:
             say_missing_gpu([str(warning.message) for warning in warned])
         return torch.device("cpu")
-    # or set_device() would raise "invalid device ordinal", and only in the ranks that have none
-    if n_local > torch.cuda.device_count():
-        raise SystemExit(f"--nproc_per_node {n_local}: there are {torch.cuda.device_count()} GPUs")
+    n_gpus = torch.cuda.device_count()
+    if n_gpus == 1:  # `srun --gpus-per-task=1` shows each rank its own GPU alone
+        local_rank = 0
+    elif max(n_local, local_rank + 1) > n_gpus:
+        raise ValueError(f"--nproc_per_node {n_local}: there are {n_gpus} GPUs")
     device = torch.device("cuda", local_rank)
     # before anything is allocated: what asks for "cuda" alone would be on GPU 0, from every rank
     torch.cuda.set_device(device)
@@ -660,6 +704,67 @@ def open_model(args, ranks, revisions=None):
         return opened._replace(model=model, reader=reader, tokenizer=tokenizer)
 
 
+# These flags are compared by what they stand for: copies of a model or of data may lie anywhere.
+BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume"}
+# variables of the environment that change how torch and its libraries compute
+OF_NUMBERS = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ATEN_CPU_CAPABILITY", "MKL_CBWR",
+              "CUBLAS_WORKSPACE_CONFIG", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+
+
+def what_is_trained(args, opened, resumed, ranks):
+    """-> {what: its value} of all that must be the same on every rank. Files are compared by a checksum of
+    their bytes, because two revisions of a model have equal names, shapes and sizes. Of more than 1 GiB it
+    reads 1 GiB, in blocks of 256 KiB at even distances: of 8 billion parameters one every 4 MiB. So it may
+    miss a change of one small tensor, and nothing that training does."""
+    about = {f"--{name}" if name in args else name: value
+             for name, value in settings_of(args, ranks.world).items() if name not in BY_CONTENT}
+    about["--out"] = args.out and os.path.realpath(args.out)
+    about["--resume"] = "given" if args.resume else "not given"
+    about |= {f"config.json's {key}": value for key, value in dataclasses.asdict(opened.config).items()}
+    about |= {name: os.environ.get(name) for name in OF_NUMBERS}
+    tokenizer = opened.tokenizer
+    texts = tokenizer.core.to_str(), tokenizer.bos_ids, tokenizer.eos_ids, tokenizer.variables
+    about["checksum of the tokenizer"] = zlib.crc32(repr(texts).encode())
+    about["checksum of the chat template"] = zlib.crc32(repr(tokenizer.template_texts).encode())
+    about["device"] = ranks.device.type
+    files = {os.path.basename(path): [path] for path in (__file__, data.__file__, lm.__file__, nf4.__file__)}
+    files["state of --resume"] = [resumed / STATE] if resumed else []
+    for flag, reader in (("model", opened.reader), ("adapter", opened.adapter_reader)):
+        files[f"weights of --{flag}"] = getattr(reader, "open_files", ())  # random ones have no files
+    for flag in ("data", "eval_data"):
+        files[f"--{flag}"] = getattr(args, flag) or ()
+    for what, paths in files.items():
+        for number, path in enumerate(paths, 1):
+            name = what if len(paths) == 1 else f"{what}, file {number}"
+            about[name] = content_of(path, 2**30 // len(paths))
+    return about
+
+
+def content_of(path, n_bytes):
+    """The size and checksum of a file. open_data() compares values of --data that are no files."""
+    if data.is_saved_set(str(path)):
+        return "a saved data set"
+    if not os.path.isfile(path):
+        return f"{path}, no file"
+    return f"{os.path.getsize(path):,} bytes, checksum {data.crc_of(path, n_bytes):08x}"
+
+
+def compare_ranks(args, opened, resumed, ranks):
+    """Ends the run, before anything is allocated, if a rank would train something else than rank 0."""
+    with ranks.agree():
+        mine = what_is_trained(args, opened, resumed, ranks) if ranks.world > 1 else {}
+    first, *others = ranks.gather({what: str(value) for what, value in mine.items()})
+    with ranks.agree():
+        for name, other in zip(ranks.names[1:], others):
+            differing = [f"{what}: {brief(str(first.get(what)), 80)} on {ranks.names[0]}, "
+                         f"{brief(str(other.get(what)), 80)} on {name}"
+                         for what in sorted(first.keys() | other.keys())
+                         if first.get(what) != other.get(what)]
+            if differing:
+                raise ValueError("ranks differ, and all need the same command, files and packages: "
+                                 + "; ".join(differing[:8]))
+
+
 def load_weights_(model, opened, seed, resumed, ranks):
     """Loads a rank's rows into a model that build() has allocated. Collective."""
     with ranks.agree():
@@ -725,7 +830,7 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
     """-> the state of the run at its start: what it carries from step to step beside its tensors."""
     with ranks.agree():
         rows_a_step, steps = count_steps(args, len(loader.rows), ranks.world)
-        settings = fixed_settings(args, config, rows_a_step, loader, reader)
+        settings = fixed_settings(args, config, loader, reader)
         eval_data = eval_loader.documents.checksum if eval_loader else None
         state = {  # trainer_state.json has these names
             "step": 0,
@@ -742,6 +847,14 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
         # the saved state counts, except for `steps`: a run may be made longer or shorter
         if resumed:
             state |= read_state(resumed, settings, ranks)  # older versions have no evals_since_best
+        if state["rows_a_step"] != rows_a_step:
+            n_rows = state["rows_a_step"] * args.sequence_parallel
+            batch_size = math.gcd(args.batch_size, n_rows // ranks.world)  # as it is, if that divides them
+            how = f"give --batch_size {batch_size} --grad_accum {n_rows // ranks.world // batch_size}"
+            if n_rows % ranks.world:
+                how = f"{ranks.world} ranks cannot divide them: start a number that divides {n_rows}"
+            raise ValueError(f"--resume {resumed}: its steps have {state['rows_a_step']} rows, and here they "
+                             f"would have {rows_a_step}: {how}")
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
@@ -871,7 +984,7 @@ def build(model, run, policy, ranks, load_weights):
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = list(named.values())
     # on the device of the gradients: with --offload params on the CPU
-    nonfinite = NonFinite(trained[0].device, args.precision == "fp16")
+    nonfinite = NonFinite(trained[0].device, args.precision == "fp16", ranks.world)
     optimizer = make_optimizer(named, args, nonfinite.found_inf)
     in_backward = None
     if args.optim_in_backward:
@@ -2184,7 +2297,9 @@ class NonFinite:
     FIRST_SCALE = 2.0**16
     GROWTH_INTERVAL = 2000
 
-    def __init__(self, device, is_fp16=False):
+    def __init__(self, device, is_fp16=False, world=1):
+        # train_step() multiplies the loss by the ranks, which must not make it overflow
+        self.world = world
         # 1 from the first gradient with inf or nan on: optimizers change no weight then. In fp16 that step is
         # skipped. In other precisions main fetches n_steps with the next row of the log, and ends the run.
         self.found_inf = torch.zeros((), device=device)
@@ -2198,13 +2313,13 @@ class NonFinite:
             self.tensors = {"loss_scale": self.scale, "loss_scale.n_good": self.n_good}
 
     def scaled(self, loss):
-        return loss if self.scale is None else loss * self.scale
+        return loss if self.scale is None else loss * (self.scale / self.world)
 
     def unscale_(self, params):
         """Divides gradients by the scale, which changes no bit of them: it is a power of two."""
         if self.scale is not None:
             grads = nf4.rows_of(p.grad for p in params if p.grad is not None)
-            torch._foreach_mul_(grads, 1 / self.scale)
+            torch._foreach_mul_(grads, self.world / self.scale)
 
     def step_if_finite(self, optimizer, norm):
         """optimizer.step(), unless this norm of gradients or an earlier one was inf or nan."""
@@ -2378,7 +2493,7 @@ def export_checkpoint(args, exits):
     model.to_empty(device="cpu").tie_()  # frozen weights are never touched, so they take no memory
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     with ranks.agree():
-        settings = fixed_settings(args, opened.config, None, None, opened.reader)
+        settings = fixed_settings(args, opened.config, None, opened.reader)
         compare_settings(f"--export {checkpoint}", saved, settings, ranks)
         load_checkpoint(checkpoint, state["files"], trained, weights_only=True)
         out = exits.enter_context(run_folder(args.out or f"{run}-step-{state['step']}", None))
@@ -2528,10 +2643,35 @@ def take_folder(out, resume, inspect, ranks, exits):
         if ranks.rank == 0:
             checkpoint = checkpoint_to_resume(out, resume)
             folder = None
+            token = None
             if not inspect:
                 folder = exits.enter_context(run_folder(out, checkpoint))
-            found = folder, checkpoint, revisions_of(checkpoint)
-    return ranks.gather(found)[0]
+                token = folder / f"{os.urandom(8).hex()}.part"  # a new name, which no NFS has cached
+                exits.callback(data.remove, token)
+                with data.writing(f"--out {folder}", "folder"):
+                    token.mkdir()
+            found = folder, token, checkpoint, revisions_of(checkpoint)
+    folder, token, checkpoint, revisions = ranks.gather(found)[0]
+    with ranks.agree():
+        for flag, path in (("--out", token), ("--resume", checkpoint and checkpoint / STATE)):
+            if path and not appears(path):
+                raise ValueError(f"{flag} {path.parent}: {ranks.names[0]} has {path.name} there, and it is "
+                                 "not to be seen here: all ranks have to share the disk of this folder")
+        if token:
+            with data.writing(f"--out {folder}", "file"):
+                (token / f"rank-{ranks.rank}").touch()
+    if token and ranks.rank == 0:
+        data.remove(token)
+    return folder, checkpoint, revisions
+
+
+def appears(path, n_bytes=None):
+    """Whether a file of this size is there, after ten seconds at most: NFS shows late what others wrote."""
+    for _ in range(100):
+        if path.exists() and n_bytes in (None, path.stat().st_size):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def revisions_of(checkpoint):
@@ -2616,8 +2756,9 @@ def lock_folder(out):
 
 
 def settings_of(args, world):
-    versions = {module.__name__: module.__version__ for module in (torch, safetensors, tokenizers)}
-    return vars(args) | {"world": world, "python": platform.python_version(), **versions}
+    modules = torch, safetensors, tokenizers, data.np, data.jinja2
+    versions = {module.__name__: module.__version__ for module in modules}
+    return vars(args) | {"world": world, "python": sys.version, **versions}
 
 
 def losses_of(row):
@@ -2800,6 +2941,9 @@ class Saver:
                 files |= others
             with self.ranks.agree(end_run=False):
                 if self.ranks.rank == 0:
+                    for file, (size, _) in files.items():
+                        if not appears(part / file, size):
+                            raise OSError(f"{part / file}: a rank has written it, and rank 0 sees none")
                     # The state is last: without it the folder is no checkpoint, whatever its name is.
                     data.write_json(part / STATE, data.with_checksum(state | {"files": files}))
                     data.put_in_place(part, self.out / name)
@@ -2851,14 +2995,13 @@ def say_space(args, trainer, reader, saver):
                                     f"checkpoint and the result need {needed / GIB:.2f}"))
 
 
-def fixed_settings(args, config, rows_a_step, loader, reader):
+def fixed_settings(args, config, loader, reader):
     """-> {name: value} of all that changes the mathematics of a run. read_state() refuses other values."""
     # without the family, which follows from model_type: one more trait would refuse all older checkpoints
     settings = {f"config.json's {key}": value for key, value in dataclasses.asdict(config).items()
                 if key != "family"}
     settings |= {f"--{flag.dest}": getattr(args, flag.dest) for flag in flags_with("fixed")}
     if loader:  # --export has no data
-        settings["rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"] = rows_a_step
         settings["the share of --data that --eval_data holds out"] = data.share_of(args.eval_data)
         # "of all": older versions had another checksum, by a name without "all"
         settings["the checksum of all --data's tokens and masks"] = loader.documents.checksum
@@ -4434,6 +4577,14 @@ def launch(argv=None):
         message = end.code
     except (argparse.ArgumentError, FloatingPointError) as error:
         code = NOT_FINITE if isinstance(error, FloatingPointError) else 2
+        message = str(error)
+        if code == 2 and os.environ.keys() >= OF_GROUP:  # or ranks with other flags would wait for this one
+            try:
+                Ranks(want_group=False, timeout=10, error=message)
+            except (SystemExit, ConnectionError) as end:
+                message = end.code if isinstance(end, SystemExit) else message
+    except ConnectionError as error:
+        speaks = True
         message = str(error)
     except KeyboardInterrupt:  # Ctrl-C, or another signal that StopSignal knows
         code = 130

@@ -449,6 +449,7 @@ def test_a_slow_save_is_no_hang(tmp_path, monkeypatch):
 
     def write_rows(path, rows):
         calls.append("rows are written")
+        path.write_bytes(b"1")
         return [1, 1]  # size and checksum
 
     monkeypatch.setattr(train.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("not watched"))
@@ -460,6 +461,19 @@ def test_a_slow_save_is_no_hang(tmp_path, monkeypatch):
     assert calls[0] == "not watched"
     assert "rows are written" in calls
     assert steps_of(tmp_path) == [1]
+
+
+def test_a_checkpoint_is_announced_when_rank_0_sees_the_files_of_all(tmp_path, monkeypatch):
+    said = []
+    files = {"rank-00001-of-00002.safetensors": [1, 1]}  # on the disk of another machine
+    ranks = SimpleNamespace(
+        rank=0, world=2, gather=lambda value: [value, [] if isinstance(value, list) else files], say=said.append,
+        agree=lambda end_run: contextlib.nullcontext())
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+    train.Saver(tmp_path, 1, ranks).save({"a": torch.ones(1)}, state_of(1))
+    assert said[0].startswith("checkpoint-1 was NOT written: ")
+    assert "rank-00001-of-00002.safetensors" in said[0]
+    assert steps_of(tmp_path) == []
 
 
 # ---------------------------------------------------------------- hangs

@@ -127,6 +127,18 @@ def test_gradients_lose_no_bit_to_the_scale_and_only_skipped_steps_are_counted()
     assert nonfinite.take_counts_() == {"skipped_steps": 0, "loss_scale": 2**14}
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_number_of_ranks_makes_gradients_overflow_that_one_rank_has(world):
+    # one more doubling of the scale, or of the loss by the ranks, would be inf
+    for n_ranks in (1, world):
+        nonfinite = train.NonFinite(CPU, is_fp16=True, world=n_ranks)
+        w = torch.nn.Parameter(torch.full((3,), 0.75, dtype=torch.float16))
+        (nonfinite.scaled(w.sum().float()) * n_ranks / 2).backward()  # as train_step() multiplies it
+        assert w.grad.tolist() == [2**15] * 3
+        nonfinite.unscale_([w])
+        assert w.grad.tolist() == [n_ranks / 2] * 3  # which the mean over ranks divides
+
+
 def test_other_precisions_have_no_scale_and_forget_nothing():
     nonfinite = train.NonFinite(CPU)
     loss = torch.ones(())

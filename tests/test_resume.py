@@ -341,9 +341,6 @@ def lora_run(settings, tmp_path_factory):
     return path / "run", argv
 
 
-ROWS_PER_STEP = "rows per step (--batch_size x --grad_accum x ranks / --sequence_parallel)"
-
-
 @pytest.mark.parametrize("flags, words", [
     ("--lr 1e-4", "--lr was 0.003, is 0.0001"),
     ("--min_lr 1", "--min_lr was 0.0"),
@@ -354,7 +351,7 @@ ROWS_PER_STEP = "rows per step (--batch_size x --grad_accum x ranks / --sequence
     ("--clip 2", "--clip was 1.0, is 2"),
     ("--precision bf16", "--precision was fp32, is bf16"),
     ("--seed 1", "--seed was 0, is 1"),
-    ("--grad_accum 3", f"{ROWS_PER_STEP} was 2, is 3"),
+    ("--grad_accum 3", "its steps have 2 rows, and here they would have 3: give --batch_size 1 --grad_accum 2"),
     ("--steps 1", "this run ends at step 1: raise --steps"),
     ("--data {chats}", "--data's tokens and masks was"),
     ("--train_on all", "--data's tokens and masks was"),

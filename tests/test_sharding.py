@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -540,3 +541,135 @@ def test_an_error_in_the_data_ends_all_ranks_with_one_message(folder, settings, 
     assert codes == [1, 1], text
     assert text.count("train.py: error:") == 1, text
     assert text.count("line 2: not valid JSON") == 1, text
+
+
+# ---------------------------------------------------------------- ranks that differ
+
+
+def compared(folder, *flags):
+    """What a rank with this copy of a model compares with the others."""
+    args = train.parse_args(["--model", str(folder), *map(str, flags)])
+    ranks = train.Ranks(want_group=False, timeout=1800)
+    return train.what_is_trained(args, train.open_model(args, ranks), None, ranks)
+
+
+def change_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # of the last weight: size, names and shapes stay
+    path.write_bytes(content)
+
+
+def add_a_line(path):
+    path.write_text(path.read_text() + "\n")
+
+
+def change_epsilon(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-4}))
+
+
+@pytest.fixture(scope="module")
+def with_weights(tmp_path_factory):
+    return model_with_weights(tmp_path_factory.mktemp("weights"), num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("file, change, name", [
+    ("model.safetensors", change_a_bit, "weights of --model"),
+    ("config.json", change_epsilon, "config.json's rms_norm_eps"),
+    ("chat_template.jinja", add_a_line, "checksum of the chat template"),
+    ("rows.jsonl", add_a_line, "--data"),
+])
+def test_copies_of_model_and_data_may_lie_anywhere_and_may_not_differ(
+        with_weights, few_chats, tmp_path, file, change, name):
+    copy = tmp_path / "copy"
+    shutil.copytree(with_weights, copy)
+    shutil.copy(few_chats, copy / "rows.jsonl")
+    first = compared(with_weights, "--data", few_chats)
+    assert compared(copy, "--data", copy / "rows.jsonl") == first
+    change(copy / file)
+    other = compared(copy, "--data", copy / "rows.jsonl")
+    assert [what for what in first if first[what] != other[what]] == [name]
+
+
+def test_ranks_compare_flags_versions_environment_and_their_own_code(with_weights, tmp_path, monkeypatch):
+    first = compared(with_weights)
+    code = tmp_path / "model.py"
+    code.write_text(Path(lm.__file__).read_text() + "\n")
+    monkeypatch.setattr(lm, "__file__", str(code))
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    other = compared(with_weights, "--steps", 7, "--resume")
+    changed = [what for what in first if first[what] != other[what]]
+    assert sorted(changed) == ["--resume", "--steps", "NVIDIA_TF32_OVERRIDE", "model.py", "torch"]
+
+
+def as_two_machines(argv, flags_of_rank_1, folders):
+    """Machines of one rank each, which have other flags or another disk."""
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = "0"
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    train.appears = lambda path, n_bytes=None: path.exists()  # without patience
+    os.chdir(folders[rank])
+    return train.launch([*argv, *flags_of_rank_1] if rank == 1 else argv)
+
+
+@pytest.mark.parametrize("flags_of_rank_1, folder, words", [
+    ("--lr 0.5", ".", r"ranks differ.*: --lr: 0.01 on rank 0 \(.+\), 0.5 on rank 1 \("),
+    ("--lrr 0.5", ".", r"rank 1 \(.+\): --lrr: no such flag"),
+    ("", "disk", r"rank 1 \(.+\): --out run: rank 0 .* all ranks have to share the disk"),
+], ids=["flag", "unknown flag", "disk"])
+def test_ranks_that_differ_end_at_once_with_one_message(
+        shallow, few_chats, tmp_path, flags_of_rank_1, folder, words):
+    (tmp_path / "disk").mkdir()
+    argv = ["--model", str(shallow), "--random_init", "--data", str(few_chats), "--fsdp2", "--lr", "1e-2"]
+    logs = [tmp_path / "0.log", tmp_path / "1.log"]
+    folders = tmp_path, tmp_path / folder
+    codes = start_ranks(2, as_two_machines, ([*argv, "--out", "run"], flags_of_rank_1.split(), folders), logs)
+    text = "".join(log.read_text() for log in logs)
+    assert all(codes), text
+    assert text.count("train.py: error:") == 1, text
+    assert re.search(f"train.py: error: {words}", text), text
+    assert not list(tmp_path.rglob("run")), text
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_do_not_meet_say_on_each_what_to_look_at(monkeypatch, capsys, rank):
+    def refused(*_, **__):
+        raise RuntimeError("Connection refused\nand a stack of C++")
+
+    of_rank = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29500"}
+    for name, value in of_rank.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "rendezvous", refused)
+    assert train.launch(["--fsdp2"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"train.py: error: rank {rank} (")
+    for words in ("Connection refused", "MASTER_ADDR=10.9.0.1 MASTER_PORT=29500", "GLOO_SOCKET_IFNAME"):
+        assert words in error
+
+
+def test_a_task_that_sees_one_gpu_uses_it_whatever_its_number_is(monkeypatch):
+    n_gpus = 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert train.prepare_device(3, 4) == torch.device("cuda", 0)
+    n_gpus = 2
+    assert train.prepare_device(1, 2) == torch.device("cuda", 1)
+    for local_rank, n_local in [(3, 4), (2, 1)]:
+        with pytest.raises(ValueError, match="there are 2 GPUs"):
+            train.prepare_device(local_rank, n_local)
+
+
+# ---------------------------------------------------------------- what FSDP2 is given
+
+
+def test_blocks_in_tiles_and_the_loss_of_each_token_return_no_view():
+    # torch 2.15 warns on every rank of a view
+    model, _ = build("--lora", "--dpo", num_hidden_layers=1)
+    lm.tile_mlp_(model, 10)
+    returned = []
+    for module in (*model.model.layers, model.lm_head):
+        module.register_forward_hook(lambda _, args, out: returned.append(out))
+    tokens = torch.arange(2 * 16).view(2, 16)
+    model(tokens, tokens)
+    assert [out._base for out in returned] == [None, None]
