@@ -77,6 +77,7 @@ import textwrap
 import time
 import warnings
 import traceback
+import weakref
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +89,7 @@ import safetensors
 import tokenizers
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -3672,6 +3674,590 @@ def planned_bytes(run, policy):
     return max(extrapolate(run, policy).peaks.values()) + OVERHEAD
 
 
+# ---- a step on paper
+#
+# On paper means on the meta device, where tensors have shapes and no memory. In kernels_on_paper() LiveBytes
+# counts what a GPU would hold. Most operators make the same tensors as on a GPU. The others have stand-ins,
+# which compute nothing, but allocate and save for the backward what a GPU's kernel does, except partial sums
+# of the gradient of a norm's weight. A new kernel needs a stand-in in ON_PAPER.
+
+ATEN = torch.ops.aten
+PRODUCTS = "mm", "bmm", "addmm", "baddbmm", "_grouped_mm"  # names of operators
+CPU = torch.device("cpu")
+META = torch.device("meta")
+MOVES = "_to_copy", "_pin_memory"  # operators that may move a tensor to host memory
+# {operator and its arguments, tensors by their form: (shape, strides, dtype) of the new tensor, and its Work}
+FORMS = {}
+FREE = re.compile("empty|zeros|view|detach")  # here zeros are what a stand-in allocates
+READ_AS_MUCH = "copy_", "embedding", "index_select", "index", "gather"  # as they write, of larger tables
+COMPILED_CALL = 10  # launches that take the host as long as a call of compiled code, 70 to 120 us
+
+
+class LiveBytes:
+    """Counts the bytes of all tensors on the meta device that are alive. run() is called for each operator;
+    Python tells when nothing refers to a tensor's memory any more.
+
+        live.begin("loss")      the phase "loss" of the step begins
+        live.peaks["loss"]      the most bytes that were alive at once in this phase
+        live.work["loss"]       {Work: how often a GPU does it}
+
+    Tensors that code moves to the CPU stay on the meta device, and count in `host`, as do results of
+    operators that read them. torch's MemTracker raises an error on frozen parameters under autograd.
+
+    Set from outside: in_backward, after_backward (a function), is_compiled, has_compiled."""
+
+    now = None  # the one that counts, inside of kernels_on_paper()
+    times = 1  # how often a GPU runs what runs once here, see first_of()
+    flash_in_fp16 = False  # see has_flash_on_paper()
+
+    def __init__(self):
+        self.work = {}
+        self.has_compiled = False  # whether anything was compiled
+        self.alive = 0  # bytes on the GPU
+        self.host = 0  # bytes in host memory
+        self.sizes = {}  # {id of a storage: its bytes}
+        self.host_ids = set()  # of the storages that stand for host memory
+        self.peaks = {}
+        self.in_backward = False
+        self.is_compiled = False
+        self.after_backward = lambda: None
+        self.begin("before")
+
+    def begin(self, phase):
+        """A phase may begin more than once: its peak is the highest of all."""
+        LiveBytes.times = 1
+        self.phase = phase
+        self.work_in_phase = self.work.setdefault(phase, Counter())
+        self.peaks[phase] = max(self.peaks.get(phase, 0), self.alive)
+
+    def run(self, func, types, args, kwargs):
+        """Calls an operator, and counts what it makes. types: of arguments that are no plain tensors."""
+        name = func._opname
+        if func.is_view and not types:
+            return func(*args, **kwargs)
+        reads_host = bool(self.host_ids) and kwargs.get("device") != META and self.lies_on_host(args)
+        if not func._schema.returns:
+            # It writes what is there. DTensor would look at all weights for each: 16 s of a 405B model.
+            if not reads_host:
+                self.add_work(work_of(func, shards_of(args) if types else args, None))
+            return None
+        if types:  # FSDP2's DTensors
+            out = func(*args, **kwargs)
+            made = shards_of([out])
+            self.see(made, on_host=reads_host)
+            if not (reads_host or func.is_view):
+                self.add_work(work_of(func, shards_of(args), made))
+            return out
+        if name in MOVES or "pin_memory" in kwargs or kwargs.get("device") == CPU:
+            moved = self.to_host(func, args, kwargs)
+            if moved is not None:
+                return moved
+        if name == "_local_scalar_dense" and args[0].is_meta:
+            return 0  # what the host reads of a tensor without numbers
+        if self.in_backward and is_sum_of_gradients(func, args):
+            self.add_work(work_of(func, args, args[0]))
+            return args[0]
+        out, work = self.result_of(func, args, kwargs)
+        if name == "copy_" and reads_host != self.lies_on_host(args[1:]):  # to the host, or back
+            note_kernel("copy", bus=out.nbytes)
+        elif not reads_host:
+            self.add_work(work)
+        if self.is_compiled and name in PRODUCTS:
+            self.see(args)  # what a product reads is in memory
+        self.see(out, self.is_compiled and work.is_fused, reads_host)
+        return out
+
+    def add_work(self, work):
+        """What compiled code fuses is neither read nor written."""
+        # most of what autograd runs is compiled, if anything is
+        is_backward = self.in_backward and not torch.is_grad_enabled()
+        is_in_graph = self.is_compiled or (self.has_compiled and is_backward)
+        if not (work.is_fused and is_in_graph):
+            self.work_in_phase[work] += LiveBytes.times
+
+    def to_host(self, func, args, kwargs):
+        """-> a tensor that stands for host memory, or None if an operator makes none."""
+        is_move = func._opname in MOVES
+        # popped, because the meta device has no pinned memory, and run() may call the operator
+        asks_for_pinned = kwargs.pop("pin_memory", False) or func._opname == "_pin_memory"
+        goes_to_cpu = kwargs.get("device") == CPU
+        source = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].is_meta else None
+        if source is None or not (asks_for_pinned or goes_to_cpu):
+            return None  # a small tensor of the host's own, such as a count of steps
+        # torch pins what it copies to the host without waiting
+        is_pinned = asks_for_pinned or (is_move and kwargs.get("non_blocking", False))
+        out = torch.empty_like(source, dtype=kwargs.get("dtype"))
+        self.count(out.untyped_storage(), out.nbytes, "pinned" if is_pinned else "host")
+        if is_move and not self.lies_on_host(args):
+            note_kernel("copy", bus=out.nbytes)
+        return out
+
+    def lies_on_host(self, args):
+        """Whether the first tensor among the arguments of an operator stands for host memory."""
+        for value in args:
+            first = value[0] if isinstance(value, list | tuple) and value else value
+            if isinstance(first, torch.Tensor):
+                return id(storage_of(first)) in self.host_ids
+        return False
+
+    def result_of(self, func, args, kwargs):
+        """-> (func(*args, **kwargs), its Work). Most operators on the meta device are Python functions that
+        take 0.1 ms. FORMS has the form of their results: plans are three times as fast."""
+        if func._opname == "_grouped_mm":  # which the meta device has only for bf16
+            a, b, stops = args[:3]
+            out = a.new_empty(len(a), b.shape[-1])  # where b is a stack
+            if b.dim() == 2:
+                out = a.new_empty(len(stops), *out.shape)
+            return out, work_of(func, args, out)
+        if func._schema.is_mutable and len(func._schema.returns) == 1:
+            written = kwargs.get("out", args[0])  # and returned
+            if written.is_meta:
+                return written, work_of(func, args, written)
+        key = func, form_of(args), form_of(tuple(kwargs.items()))
+        if key in FORMS:
+            shape, strides, dtype, work = FORMS[key]
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta"), work
+        out = func(*args, **kwargs)
+        work = work_of(func, args, out)
+        # new memory: some operators return a view, and nothing says so
+        if isinstance(out, torch.Tensor) and out.is_meta and id(out.untyped_storage()) not in self.sizes:
+            FORMS[key] = out.shape, out.stride(), out.dtype, work
+        return out, work
+
+    def see(self, out, fused=False, on_host=False):
+        """Counts what an operator has returned. If that is fused, it has only the memory that was there."""
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, torch.Tensor) and t.is_meta:
+                storage = t.untyped_storage()
+                if id(storage) in self.host_ids:
+                    continue
+                n_bytes = self.sizes.get(id(storage), 0) if fused else storage.nbytes()
+                self.count(storage, n_bytes, "host" if on_host and id(storage) not in self.sizes else "gpu")
+                self.peaks[self.phase] = max(self.peaks[self.phase], self.alive)
+
+    def count(self, storage, n_bytes, where="gpu"):
+        """From here on a storage, which may be new, has so many bytes: on the "gpu", "host" or "pinned"."""
+        name = id(storage)
+        if name in self.sizes:
+            self.forget(name)
+        else:
+            weakref.finalize(storage, self.forget, name)
+        if where == "pinned" and n_bytes:
+            # torch's allocator rounds up. pinned_max_round_threshold_mb, which ends that, may overflow
+            # buffers (torch 2.13, pytorch #192722).
+            n_bytes = 1 << (n_bytes - 1).bit_length()
+        self.sizes[name] = n_bytes
+        if where == "gpu":
+            self.alive += n_bytes
+        else:
+            self.host_ids.add(name)
+            self.host += n_bytes
+
+    def forget(self, name):
+        """A storage is gone."""
+        n_bytes = self.sizes.pop(name)
+        if name in self.host_ids:
+            self.host_ids.remove(name)
+            self.host -= n_bytes
+        else:
+            self.alive -= n_bytes
+
+    def move(self, param, where):
+        """All of this rank's rows of a parameter are there from here on: "gpu", "host" or "pinned"."""
+        storage = storage_of(param)
+        self.count(storage, storage.nbytes(), where)
+
+
+def storage_of(tensor):
+    """The memory of a tensor, of a DTensor this rank's."""
+    return (tensor.to_local() if nf4.is_sharded(tensor) else tensor).untyped_storage()
+
+
+def form_of(value):
+    """What the form of an operator's result depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(form_of, value))
+    return type(value), value  # 1 and 1.0 are equal, and make integers and floats
+
+
+@dataclasses.dataclass(eq=False)  # compared by identity: sums of many calls are quick
+class Work:
+    """What a GPU does in a call of an operator."""
+
+    kernel: tuple  # (operator, last dimension of its result)
+    # {unit: number}: launches, flops, bytes, bus and link, bytes to the host and to other ranks, and length,
+    # FLOP of attention for each token that documents are long
+    amounts: dict
+    is_fused: bool = False  # in compiled code, see is_fused()
+
+
+NOTHING = Work((), {})
+
+
+def work_of(func, args, out):
+    """-> Work. A kernel reads its arguments and writes its result. A product a [..., rows, inner] @
+    b [..., inner, columns] has a and b after its other arguments; float32 is half as fast, in TF32."""
+    name = func._opname
+    if FREE.search(name):
+        return NOTHING
+    read = [t for t in flat(args) if t.is_meta]
+    made = [t for t in flat([out]) if t.is_meta]
+    if not (read or made):
+        return NOTHING
+    if func.namespace == "c10d":
+        return Work((name,), {"link": max(t.nbytes for t in read + made)})
+    amounts = {"launches": 1}
+    if name in READ_AS_MUCH:
+        read = [*made, *read[1:]]
+    elif func is nf4.fast_weight:
+        read = read[:2]  # the third one tells the dtype
+        amounts["launches"] += COMPILED_CALL
+    elif name.endswith(("mm", "mm_")):
+        a, b = [t for t in read if t.dim() > 1][-2:]
+        amounts["flops"] = 2 * a.numel() * b.shape[-1] * max(1, a.itemsize // 2)
+    amounts["bytes"] = sum(t.numel() * t.itemsize for t in read + made)
+    return Work((name, *(made or read)[0].shape[-1:]), amounts, is_fused(func, args, out))
+
+
+def note_kernel(name, launches=1, **amounts):
+    """Adds work that no operator tells of. Tests run stand-ins outside of kernels_on_paper(), too."""
+    if LiveBytes.now:
+        LiveBytes.now.add_work(Work((name,), {"launches": launches, **amounts}))
+
+
+def flat(values):
+    """The tensors among some arguments."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from flat(value)
+
+
+def shards_of(values):
+    """This rank's rows of the DTensors among some arguments."""
+    return [t.to_local().data for t in flat(values) if nf4.is_sharded(t)]
+
+
+def is_sum_of_gradients(func, args):
+    """Whether autograd adds up two gradients of one tensor. On a GPU it adds the second one to the first if
+    nothing else holds that; while a mode sees its operators it always makes a third tensor."""
+    if func is not ATEN.add.Tensor or torch.is_grad_enabled():  # it is enabled while a block is recomputed
+        return False
+    a, b = args
+    are_alike = isinstance(b, torch.Tensor) and a.shape == b.shape
+    return are_alike and n_holders(a.untyped_storage()) == 2  # the tensor, and Python's object of the storage
+
+
+def n_holders(storage):
+    """How many objects hold a storage."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def is_fused(func, args, out):
+    """Whether a result in compiled code takes no memory: Inductor fuses what makes it with what reads it, and
+    the backward computes it again. So it is for what is made of one tensor as large, like SiLU of gate, and
+    for a product of two, which the backward needs anyway; a sum of two would need both.
+    tests/test_compile.py compares this rule with torch's partitioner."""
+    if func.namespace != "aten" or func._opname in PRODUCTS or not isinstance(out, torch.Tensor):
+        return False
+    if func is ATEN.mul.Tensor:
+        return True
+    return sum(isinstance(t, torch.Tensor) and t.shape == out.shape for t in args) == 1
+
+
+def compile_on_paper(live, function, **_):
+    """torch.compile(). What the function returns is in memory, fused or not."""
+
+    def run(*args):
+        live.is_compiled = live.has_compiled = True
+        try:
+            out = function(*args)
+        finally:  # a recomputation leaves by an exception
+            live.is_compiled = False
+        live.see(out)
+        # what it returns is written, and made of about two tensors as large
+        note_kernel("compiled", COMPILED_CALL, bytes=sum(3 * t.nbytes for t in flat([out])))
+        return out
+
+    return run
+
+
+class NormOnPaper(torch.autograd.Function):
+    """aten::_fused_rms_norm (ATen/native/cuda/layer_norm_kernel.cu): keeps its input and a float32 a row."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        note_kernel("norm", bytes=3 * x.nbytes)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        return torch.zeros_like(x), grad_weight
+
+
+class AttentionOnPaper(torch.autograd.Function):
+    """FlashAttention, and the memory-efficient kernel in float32 and on old cards (flash_attn/flash_api.cpp
+    and mem_eff_attention/kernel_backward.h in aten/src/ATen/native/transformers/cuda). Both keep q, k, v, the
+    output and the float32 logsumexp, and add up dq in float32, the latter from sm_70 on."""
+
+    @staticmethod
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, mask=None):
+        B, H, T, K = q_BHTK.shape
+        out_BHTK = q_BHTK.new_zeros(B, T, H, K).transpose(1, 2)
+        logsumexp = q_BHTK.new_empty(B, H, T, dtype=torch.float32)
+        # two products, and a token sees half of its document
+        note_kernel("attention", length=2 * q_BHTK.numel())
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out_BHTK, logsumexp, mask)
+        return out_BHTK
+
+    @staticmethod
+    def backward(ctx, grad_BHTK):
+        q, k, v, _out, logsumexp, _mask = ctx.saved_tensors  # each is alive until this returns
+        note_kernel("attention", launches=3, length=5 * q.numel())
+        grads = [torch.zeros_like(t) for t in (q, k, v)]
+        # sums of out * grad, and dq: they are alive until this returns, too
+        scratch = [torch.zeros_like(logsumexp), torch.zeros_like(q, dtype=torch.float32)]
+        if q.shape[1] != k.shape[1]:  # FlashAttention makes dk and dv of every query head first
+            scratch += [torch.zeros_like(q), torch.zeros_like(q)]
+        return (*grads, None)
+
+
+def varlen_on_paper(q_NHK, k_NGK, v_NGK, *_, **__):
+    """What flash_attention() returns. Documents one after another are one row here."""
+    out_1HNK = AttentionOnPaper.apply(*(t[None].transpose(1, 2) for t in (q_NHK, k_NGK, v_NGK)))
+    return out_1HNK.transpose(1, 2)[0]
+
+
+def has_flash_on_paper(q):
+    """runs_flash_attention() and shares_key_heads(). sm_70 and sm_75, whose default is fp16, have no
+    FlashAttention, and need more memory."""
+    return q.dtype is torch.bfloat16 or (q.dtype is torch.float16 and LiveBytes.flash_in_fp16)
+
+
+def first_of(cut, n=1):
+    """A function that cuts something into pieces, of which only the first n run: no other piece is larger.
+    The last of these counts, as work, for all that are left out, too."""
+
+    def first(*args, **kwargs):
+        pieces = list(cut(*args, **kwargs))
+        once, stand_in = pieces[: n - 1], pieces[n - 1 : n]
+        yield from once
+        with repeated(len(pieces) - len(once)):
+            yield from stand_in
+
+    return first
+
+
+@contextlib.contextmanager
+def repeated(n):
+    """A context whose work a GPU does n times."""
+    before = LiveBytes.times
+    LiveBytes.times = before * n
+    try:
+        yield
+    finally:
+        LiveBytes.times = before
+
+
+class Between(torch.autograd.Function):
+    """Stands for the pieces of a loop between the first and the last one. It runs none, but allocates their
+    results, what checkpoints save for each (`carried`), and their gradients. So peaks are right: the last
+    piece runs beside all results, and the backward of the first one, which is last, beside all gradients.
+
+    In the backward comes the last piece, once; then Between, which raises the factor of what follows to
+    n + 1; then the first piece; and when that has its last gradient, end_repeats()."""
+
+    @staticmethod
+    def forward(ctx, n, results, carried, n_bytes, _, *tensors):
+        ctx.n = n
+        ctx.left = torch.empty(n_bytes, dtype=torch.uint8, device=META)
+        ctx.save_for_backward(*tensors, *[t.new_empty(n - 1, *t.shape) for t in carried])
+        return tuple(torch.empty(shape, dtype=dtype, device=META) for shape, dtype in results)
+
+    @staticmethod
+    def backward(ctx, *_):
+        LiveBytes.times *= ctx.n + 1  # the first piece is next
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[5:])
+        return None, None, None, None, None, *(torch.empty_like(t) if needs else None for t, needs in wanted)
+
+
+def between(n, results, carried, pieces, first, n_bytes=0):
+    """-> what n pieces return. results: those of the first piece, whose inputs are `first`. n_bytes: what the
+    pieces leave in their graph, but not as saved tensors, such as the routes of experts."""
+    shapes = [((len(pieces[0]), *t.shape[1:]), t.dtype) for t in results]
+    shapes += [(t.shape, t.dtype) for t in carried]
+    # parameters may be all that is trained
+    marker = torch.empty(0, device=META, requires_grad=torch.is_grad_enabled() and results[0].requires_grad)
+    out = Between.apply(n, shapes, carried, n_bytes, marker, *carried, *pieces)
+    inputs = [t for t in first if t.requires_grad]
+    if out[0].requires_grad and inputs:  # else the next phase ends what the backward begins
+        # the backward of the first piece has ended when the gradient of its last input is there
+        inputs[-1].register_hook(functools.partial(end_repeats, n + 1))
+    return out
+
+
+def end_repeats(n, _):
+    LiveBytes.times = max(1, LiveBytes.times // n)
+
+
+def ends_of(n_tokens, size):
+    """-> [tokens of the first piece of a loop, of all between, of the last one], number of pieces between."""
+    n = nf4.ceil_div(n_tokens, size) - 2
+    return [size, n * size, n_tokens - (n + 1) * size], n
+
+
+FEW = 10  # pieces, which all run: what is left out would be up to 3 % of a small model
+
+
+def segments_on_paper(run_all, mix, size, tokens, tail_JX, state_HKP, w_XJ):
+    """run_all, which is mix_segments(), but only the first and the last of many segments run."""
+    sizes, n = ends_of(len(tokens[0]), size)
+    if n + 2 < FEW:
+        return run_all(mix, size, tokens, tail_JX, state_HKP, w_XJ)
+    first, middle, last = zip(*(t.split(sizes) for t in tokens))
+    with repeated(n + 1):
+        out, *carried = mix(*first, tail_JX, state_HKP, w_XJ)
+    out_between, *carried = between(n, [out], carried, middle, first)
+    out_last, *carried = mix(*last, *carried, w_XJ)
+    return torch.cat([out, out_between, out_last]), *carried
+
+
+class TilesOnPaper(lm.Tiles):
+    """Only the first and the last of many tiles run."""
+
+    def cut(self, *inputs):
+        sizes, self.n = ends_of(inputs[0].shape[:2].numel(), self.size)
+        return list(zip(*(t.flatten(0, 1).split(sizes) for t in inputs)))
+
+    def __iter__(self):
+        before = LiveBytes.now.alive
+        with repeated(self.n + 1):
+            yield 0
+        self.left = LiveBytes.now.alive - before - self.n_bytes
+        yield from (1, 2)
+
+    def run(self, i):
+        if i == 1:
+            first, middle, _ = self.read_inputs()
+            return between(self.n, self.results, [], middle, first, self.n * max(self.left, 0))
+        out = super().run(i)
+        # of whole storages: a result may be a view
+        storages = {id(t.untyped_storage()) for t in out}
+        self.n_bytes = sum(LiveBytes.now.sizes.get(storage, 0) for storage in storages)
+        # without memory
+        self.results = [torch.empty_like(t[:0], requires_grad=t.requires_grad) for t in out]
+        return out
+
+
+def tiles_on_paper(all_tiles, function, size, *inputs):
+    """all_tiles, which is Tiles, or TilesOnPaper if there are many."""
+    is_long = inputs[0].shape[:2].numel() > (FEW - 1) * size
+    return (TilesOnPaper if is_long else all_tiles)(function, size, *inputs)
+
+
+# (module, name of a function in it, stand-in)
+ON_PAPER = [
+    (F, "rms_norm", lambda x, shape, weight=None, eps=None: NormOnPaper.apply(x, weight)),
+    (F, "scaled_dot_product_attention",
+     lambda q, k, v, attn_mask=None, **_: AttentionOnPaper.apply(q, k, v, attn_mask)),
+    (lm, "flash_attention", lambda: varlen_on_paper),
+    (lm, "runs_flash_attention", has_flash_on_paper),
+    (lm, "shares_key_heads", has_flash_on_paper),
+    (lm, "mix_segments", functools.partial(segments_on_paper, lm.mix_segments)),
+    (lm, "Tiles", functools.partial(tiles_on_paper, lm.Tiles)),
+    (lm, "chunk_starts", first_of(lm.chunk_starts, 2)),  # the second one adds to the gradient of the head
+    (lm, "chunk_by_chunk", first_of(lm.chunk_by_chunk)),
+    (nf4, "bands", first_of(nf4.bands)),
+    (nf4, "regions", first_of(nf4.regions)),
+]
+
+
+@contextlib.contextmanager
+def kernels_on_paper(flash_in_fp16=False):
+    """A context in which stand-ins are in the place of kernels -> the LiveBytes that counts meanwhile."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        """torch calls it for each operator."""
+
+        # else operators pass through torch.compile's wrapper: plans are a tenth slower
+        _should_skip_dynamo = classmethod(lambda cls: False)
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return live.run(func, types, args, dict(kwargs or {}))
+
+    live = LiveBytes()
+    resize_ = torch.UntypedStorage.resize_
+    to = torch.Tensor.to
+    backward = torch.Tensor.backward
+
+    def resize_on_paper_(storage, n_bytes):
+        """What RunOnce and FSDP2 call, and no operator says so."""
+        resize_(storage, n_bytes)
+        live.count(storage, n_bytes)
+
+    def to_on_paper(t, *args, **kwargs):
+        """torch copies nothing to a device where a tensor is already, and all are on one device here."""
+        target = args[0] if args else kwargs.get("device")
+        out = to(t, *args, **kwargs)
+        if isinstance(target, torch.device) and target == META and live.lies_on_host([out]):
+            out = torch.empty(t.shape, dtype=t.dtype, device=META)
+            note_kernel("copy", bus=out.nbytes)
+        return out
+
+    def to_empty_on_paper(model, device):
+        """The memory of what is on the meta device is counted elsewhere, and not allocated."""
+        for p in model.parameters():
+            live.move(p, "host" if torch.device(device) == CPU else "gpu")
+        return model
+
+    def backward_on_paper(loss):
+        live.in_backward = True
+        backward(loss)
+        live.in_backward = False
+        live.after_backward()
+
+    calls = [
+        *ON_PAPER,
+        (LiveBytes, "now", live),
+        (LiveBytes, "times", 1),
+        (LiveBytes, "flash_in_fp16", flash_in_fp16),
+        (torch, "compile", functools.partial(compile_on_paper, live)),
+        (torch.UntypedStorage, "resize_", resize_on_paper_),
+        (torch.Tensor, "to", to_on_paper),
+        (torch.Tensor, "backward", backward_on_paper),
+        (nn.Module, "to_empty", to_empty_on_paper),
+    ]
+    # Python's collector frees what refers to itself whenever it runs: without it, traces are alike.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with replaced(calls), Mode():
+            yield live
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def replaced(calls):
+    """A context with stand-ins in the place of `calls`: (module, name in it, stand-in)."""
+    originals = [getattr(place, name) for place, name, _ in calls]
+    try:
+        for place, name, stand_in in calls:
+            setattr(place, name, stand_in)
+        yield
+    finally:
+        for (place, name, _), original in zip(calls, originals):
+            setattr(place, name, original)
+
+
 # ---- a step on the meta device
 
 class Phase(NamedTuple):
@@ -4125,11 +4711,11 @@ def describe_time(run, policy, name, steps, length):
 
 @contextlib.contextmanager
 def on_paper(run):
-    """lm.on_paper(), with a group of ranks that are not there if the run has several ranks or FSDP2."""
-    calls = [(sys.modules[__name__], "move_", lambda p, device: lm.LiveBytes.now.move(p, "gpu"))]
+    """kernels_on_paper(), with a group of ranks that are not there if the run has several ranks or FSDP2."""
+    calls = [(sys.modules[__name__], "move_", lambda p, device: LiveBytes.now.move(p, "gpu"))]
     has_group = run.args.fsdp2 or run.world > 1
     group = ranks_on_paper(run.world) if has_group else contextlib.nullcontext()
-    with lm.on_paper(run.flash_in_fp16) as live, lm.replaced(calls), group:
+    with kernels_on_paper(run.flash_in_fp16) as live, replaced(calls), group:
         yield live
 
 
@@ -4173,7 +4759,7 @@ def ranks_on_paper(world):
     def pin_on_paper(param):
         """FSDPParam.reset_sharded_param(), which does nothing on the meta device."""
         if param.pin_memory:
-            lm.LiveBytes.now.move(param.sharded_param, "pinned")
+            LiveBytes.now.move(param.sharded_param, "pinned")
 
     if world not in WORLDS:
         WORLDS[world] = {name: {} for name in GROUP_TABLES} | {"_world": distributed_c10d._World()}
@@ -4190,7 +4776,7 @@ def ranks_on_paper(world):
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         (FSDPParamGroup, "_validate_cpu_offload_params", lambda group: None),
     ]
-    with lm.replaced(calls), warnings.catch_warnings():
+    with replaced(calls), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP2's, about what a block returns: real runs print it
         torch.meta = TORCH_META
         try:

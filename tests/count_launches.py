@@ -85,8 +85,9 @@ def parse(preset, flags, n_tokens):
 def launches_of(preset, flags, n_tokens, n_blocks):
     """Those of a step of a model with some of a preset's blocks."""
     args = parse(preset, flags, n_tokens)
-    lm.ON_PAPER = [call for call in lm.ON_PAPER if "chunk" not in call[1] and call[1] != "Tiles"]  # all loops count
-    with lm.on_paper():
+    # all loops count
+    train.ON_PAPER = [call for call in train.ON_PAPER if "chunk" not in call[1] and call[1] != "Tiles"]
+    with train.kernels_on_paper():
         run = train.RunSpec(args, config_of(preset, n_blocks), 1, n_tokens)
         ranks = argparse.Namespace(world=1, rank=0, device=torch.device("meta"))
         blocks = train.policy_of(n_blocks, n_blocks, segment=n_tokens)

@@ -23,13 +23,13 @@ class Name(NamedTuple):
 
 
 NAMES = [
-    # model.on_paper(): a step on the meta device
+    # train.kernels_on_paper(): a step on the meta device
     Name("torch.utils._python_dispatch", "TorchDispatchMode", "find the mode that sees all operators"),
     Name(MODE, "_should_skip_dynamo", "leave it out: plans are a tenth slower", is_needed=False),
     Name("torch._ops.OpOverload", "_opname", "find the name of an operator"),
     Name("torch._ops.OpOverload", "_schema", "find whether an operator writes to its argument"),
     Name("torch._C", "_storage_Use_Count",
-         "let model.n_holders() return 2: all sums of gradients are in place, plans with --tiled_mlp 1.5 to 3 % low"),
+         "let train.n_holders() return 2: all sums of gradients are in place, plans with --tiled_mlp 1.5 to 3 % low"),
     # train.ranks_on_paper(): a process group whose other ranks are not there
     Name("torch.testing._internal.distributed.fake_pg", "FakeStore", "find the backend that sends nothing"),
     Name(C10D, "_world", "find where init_process_group() puts what it makes"),

@@ -1,4 +1,4 @@
-"""Puts the stand-ins for the CUDA kernels of a training step, of model.py, into a process that trains on a CPU or an
+"""Puts the stand-ins for the CUDA kernels of a training step, of train.py, into a process that trains on a CPU or an
 emulated GPU, and some for what only a CPU allocates."""
 
 import warnings
@@ -7,6 +7,7 @@ import torch
 
 import data
 import model
+import train
 
 
 def add_in_place(self, other):
@@ -43,7 +44,7 @@ def dropout_backward(grad, mask, scale):
 # what a trace of shapes needs but for three: bands and regions follow one another here, and an all-to-all is a real one
 # not those that leave out pieces of a loop, whose results a step needs, and not what sends nothing
 REAL = "bands", "regions", "exchange", "mix_segments", "chunk_starts", "chunk_by_chunk"
-CALLS = [call for call in model.ON_PAPER if call[1] not in REAL]
+CALLS = [call for call in train.ON_PAPER if call[1] not in REAL]
 CALLS.append((model, "length_multiple", lambda q: 1))  # a GPU fills up no rows
 CALLS.append((model, "chunk_length", lambda device: 128))  # a GPU's, as on the meta device
 KERNELS = torch.library.Library("aten", "IMPL")  # replaces them as long as it is alive

@@ -566,7 +566,7 @@ def bytes_kept(part, config, args, n_tokens):
 
 
 def bytes_planned(part, config, args, n_tokens):
-    with lm.on_paper() as live:
+    with train.kernels_on_paper() as live:
         model = lm.on_meta(config, args)
         lm.compile_(model, packing=True)
         inputs = inputs_of(part, model, n_tokens)

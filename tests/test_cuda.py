@@ -334,7 +334,7 @@ def change_nothing():
 
 def install_stand_ins():
     standins.install_with_zeros()
-    lm.LiveBytes.flash_in_fp16 = True  # as the emulated card
+    train.LiveBytes.flash_in_fp16 = True  # as the emulated card
 
 
 SMALL_ENDS = {"vocab_size": 4096}

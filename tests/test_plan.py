@@ -383,7 +383,7 @@ def test_the_plan_is_what_a_step_holds(tmp_path, model, n_tokens, world, flags):
 
 
 def count_with_flash(*args):
-    lm.LiveBytes.flash_in_fp16 = True  # the stand-ins of the run
+    train.LiveBytes.flash_in_fp16 = True  # the stand-ins of the run
     count(*args)
 
 

@@ -75,12 +75,12 @@ LONG = [
 @contextlib.contextmanager
 def without(*names):
     """A context in which traces run whole loops: without these stand-ins."""
-    stand_ins = lm.ON_PAPER
-    lm.ON_PAPER = [call for call in stand_ins if call[1] not in names]
+    stand_ins = train.ON_PAPER
+    train.ON_PAPER = [call for call in stand_ins if call[1] not in names]
     try:
         yield
     finally:
-        lm.ON_PAPER = stand_ins
+        train.ON_PAPER = stand_ins
 
 
 LOOPS = "mix_segments", "Tiles", "chunk_starts", "chunk_by_chunk", "bands", "regions"
@@ -257,7 +257,7 @@ def test_rows_that_ranks_do_not_divide_are_planned(batch_size):
 
 
 def test_memory_that_has_stood_for_the_hosts_is_counted_when_it_is_used_again():
-    with lm.on_paper() as live:
+    with train.kernels_on_paper() as live:
         for _ in range(100):  # a new storage often gets the id of the last one that has gone
             torch.ones(8, device="meta").to("cpu")
             before = live.alive
@@ -314,14 +314,14 @@ def test_gated_deltanet_alone_has_float32_products(preset, setting):
 
 def test_holders_of_a_storage_are_counted():
     t = torch.empty(3, device="meta")
-    assert lm.n_holders(t.untyped_storage()) == 2
+    assert train.n_holders(t.untyped_storage()) == 2
     same = t.view(3, 1)
-    assert lm.n_holders(t.untyped_storage()) == 3
+    assert train.n_holders(t.untyped_storage()) == 3
     del same
 
 
 def test_a_missing_name_is_an_error_and_not_assigned():
-    with pytest.raises(AttributeError, match="no_such_name"), lm.replaced([(torch, "no_such_name", None)]):
+    with pytest.raises(AttributeError, match="no_such_name"), train.replaced([(torch, "no_such_name", None)]):
         pass
     assert not hasattr(torch, "no_such_name")
 
