@@ -118,7 +118,7 @@ def main(argv, progress, exits):
     args = parse_args(argv)
     # these train nothing, and --dry_run needs neither weights nor a device
     if args.dry_run:
-        return dry_run(args)
+        return dry_run(args, argv)
     if args.chat:
         return chat(args)
     if args.export:
@@ -153,10 +153,10 @@ def main(argv, progress, exits):
         return ranks.leave()
     state = open_run(args, config, loader, eval_loader, opened.reader, resumed, ranks)
     steps = state["steps"]
-    # cards that have bf16 have FlashAttention, for fp16, too
-    flash_in_fp16 = all(ranks.gather(device.type == "cuda" and has_bf16(device)))
+    # cards that have bf16 have FlashAttention, too
+    has_flash = all(ranks.gather(has_bf16(device))) if device.type == "cuda" else None
     # after the data, because the longest row decides how much is recomputed
-    run = RunSpec(args, config, ranks.world, loader.longest, flash_in_fp16)
+    run = RunSpec(args, config, ranks.world, loader.longest, has_flash, documents_in_a_row(loader))
     room = limit_gpu(args.gpu_gib, ranks)
     policy, planned = plan_run(run, room, steps, mean_length(loader), ranks)
     print_start(argv, run, model, tokenizer.new_ids, policy, ranks)
@@ -524,8 +524,9 @@ class RunSpec(NamedTuple):
     config: lm.Config
     world: int  # ranks
     length: int  # tokens of the longest row
-    # Whether fp16 runs FlashAttention, as bf16 does: on cards that have both. A dry run does not know.
-    flash_in_fp16: bool = False
+    # Whether the card has FlashAttention, in fp16 and bf16. None is not known: then bf16 counts on it.
+    has_flash: bool | None = None
+    documents: int = 1  # in a packed row, on average, or pairs with --dpo
 
     @property
     def trains_vocabulary(self):
@@ -1013,6 +1014,7 @@ def train_step(trainer, batches, n_terms):
         (nonfinite.scaled(loss) * (ranks.world / n_terms)).backward()
         # detached, or the log would keep the graph until it writes a row
         sums.update({name: value.detach() for name, value in [("loss", loss), *metrics.items()]})
+        del loss, metrics  # or the graph, with offloaded inputs, would live through the next forward
     if in_backward:
         norm = in_backward.norm()  # the weights were updated during the backward
     else:
@@ -1714,8 +1716,8 @@ class Log:
         self.ranks = ranks
         self.sinks = sinks  # see open_sinks()
         # if the GPU is not in the table, mfu is null in every row
-        found = cards_named(ranks.device_name)
-        self.peak_flops = 1e12 * CARDS[found[0]].tflops if found else None
+        card = CARDS.get(card_of(ranks))
+        self.peak_flops = 1e12 * card.tflops if card and card.tflops else None
         memory_gib(ranks.device)  # resets the peak: loading does not count
         self.start = time.perf_counter()
         self.start_step = state["step"]  # a resumed run begins later than at 0
@@ -3491,10 +3493,9 @@ def normalize_flags(args):
         args.offload += ["activations", "params"] if args.fsdp2 else ["activations"]
     args.offload = [part for part in ("activations", "params") if part in args.offload]  # each one once
     if args.gpu:
-        found = cards_named(args.gpu)
-        if len(found) != 1:
-            refuse(f"--gpu {args.gpu}: expected one of {', '.join(found or CARDS)}; --gpu_gib takes any size")
-        args.gpu = found[0]
+        args.gpu = card_named(args.gpu)
+        if not CARDS[args.gpu].has_bf16:  # as default_precision() decides on such a card
+            args.precision = args.precision or "fp16"
     names = [name for name, _ in args.columns or []]
     if len(set(names)) < len(names):
         refuse(f"--columns: {', '.join(names)}: a column can have one key")
@@ -3639,6 +3640,7 @@ def is_installed(package):
 GIB = 2**30
 OVERHEAD = GIB  # on an H100: CUDA's context 0.75, cuBLAS 0.07, fragmentation 0.1 to 0.4; NCCL not measured
 CONTEXT = 0.75 * GIB
+TIGHT = 0.97  # of a card
 KINDS = "weights", "quantized weights", "adapters", "optimizer", "gradients", "kept for backward", "workspace"
 # {what runs in a phase of a step: its title in the table}
 TITLES = {"head": "head and loss", "block": "a block", "embedding": "embedding", "update": "update"}
@@ -3658,15 +3660,19 @@ def plan(run, policy):
             phase = max(phases, key=step.peaks.get)
             start = step.starts[phase]
             kinds = owned + Counter(gradients=start["gradients"])
-            kinds["kept for backward"] = start["gpu"] - kinds.total()
-            kinds["workspace"] = step.peaks[phase] - start["gpu"]
-            table[title] = kinds
-    host = bytes_by_kind(step, "host")
+            kinds = with_rest(kinds, "kept for backward", start["gpu"])
+            table[title] = with_rest(kinds, "workspace", step.peaks[phase])
     n_forwards = max(phase.n_forward for phase in step.starts)
     head = step.starts[Phase(n_forwards, "forward", "head")]
-    host["activations"] = head["host"] - head["host gradients"] - host.total()
+    host = bytes_by_kind(step, "host") + Counter(gradients=head["host gradients"])
+    host = with_rest(host, "activations", head["host"])
     host["gradients"] = max(start["host gradients"] for start in step.starts.values())
     return table, dict(+host)
+
+
+def with_rest(kinds, name, n_bytes):
+    """-> Counter of some kinds of bytes, and as one more kind what they lack of n_bytes."""
+    return kinds + Counter({name: n_bytes - kinds.total()})
 
 
 def planned_bytes(run, policy):
@@ -3708,7 +3714,7 @@ class LiveBytes:
 
     now = None  # the one that counts, inside of kernels_on_paper()
     times = 1  # how often a GPU runs what runs once here, see first_of()
-    flash_in_fp16 = False  # see has_flash_on_paper()
+    has_flash = None  # see RunSpec
 
     def __init__(self):
         self.work = {}
@@ -3718,6 +3724,7 @@ class LiveBytes:
         self.sizes = {}  # {id of a storage: its bytes}
         self.host_ids = set()  # of the storages that stand for host memory
         self.peaks = {}
+        self.updates = {}  # {form of a weight: (bytes that its update adds, its work)}
         self.in_backward = False
         self.is_compiled = False
         self.after_backward = lambda: None
@@ -4007,8 +4014,9 @@ class AttentionOnPaper(torch.autograd.Function):
     output and the float32 logsumexp, and add up dq in float32, the latter from sm_70 on."""
 
     @staticmethod
-    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, mask=None):
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, mask=None, n_documents=0):
         B, H, T, K = q_BHTK.shape
+        ctx.n_padded = T + 128 * n_documents
         out_BHTK = q_BHTK.new_zeros(B, T, H, K).transpose(1, 2)
         logsumexp = q_BHTK.new_empty(B, H, T, dtype=torch.float32)
         # two products, and a token sees half of its document
@@ -4022,22 +4030,26 @@ class AttentionOnPaper(torch.autograd.Function):
         note_kernel("attention", launches=3, length=5 * q.numel())
         grads = [torch.zeros_like(t) for t in (q, k, v)]
         # sums of out * grad, and dq: they are alive until this returns, too
-        scratch = [torch.zeros_like(logsumexp), torch.zeros_like(q, dtype=torch.float32)]
+        B, H, _, K = q.shape
+        scratch = [logsumexp.new_zeros(B, H, ctx.n_padded), logsumexp.new_zeros(B, H, ctx.n_padded, K)]
         if q.shape[1] != k.shape[1]:  # FlashAttention makes dk and dv of every query head first
             scratch += [torch.zeros_like(q), torch.zeros_like(q)]
-        return (*grads, None)
+        return (*grads, None, None)
 
 
-def varlen_on_paper(q_NHK, k_NGK, v_NGK, *_, **__):
-    """What flash_attention() returns. Documents one after another are one row here."""
-    out_1HNK = AttentionOnPaper.apply(*(t[None].transpose(1, 2) for t in (q_NHK, k_NGK, v_NGK)))
-    return out_1HNK.transpose(1, 2)[0]
+def varlen_on_paper(q_NHK, k_NGK, v_NGK, bounds, *_, **__):
+    """What flash_attention() returns. Documents one after another are one row here, but the backward has
+    room for 128 tokens more of each (mha_varlen_bwd() in flash_api.cpp)."""
+    qkv = [t[None].transpose(1, 2) for t in (q_NHK, k_NGK, v_NGK)]
+    return AttentionOnPaper.apply(*qkv, None, len(bounds) - 1).transpose(1, 2)[0]
 
 
 def has_flash_on_paper(q):
-    """runs_flash_attention() and shares_key_heads(). sm_70 and sm_75, whose default is fp16, have no
-    FlashAttention, and need more memory."""
-    return q.dtype is torch.bfloat16 or (q.dtype is torch.float16 and LiveBytes.flash_in_fp16)
+    """runs_flash_attention() and shares_key_heads(). Cards without FlashAttention (Volta, Turing) need more
+    memory."""
+    if LiveBytes.has_flash is None:
+        return q.dtype is torch.bfloat16
+    return LiveBytes.has_flash and q.dtype is not torch.float32
 
 
 def first_of(cut, n=1):
@@ -4066,40 +4078,39 @@ def repeated(n):
 
 
 class Between(torch.autograd.Function):
-    """Stands for the pieces of a loop between the first and the last one. It runs none, but allocates their
-    results, what checkpoints save for each (`carried`), and their gradients. So peaks are right: the last
-    piece runs beside all results, and the backward of the first one, which is last, beside all gradients.
+    """Stands for the segments between the first and the last one. It runs none, but allocates their results,
+    what checkpoints save for each (`carried`), and their gradients. So peaks are right: the last segment runs
+    beside all results, and the backward of the first one, which is last, beside all gradients.
 
-    In the backward comes the last piece, once; then Between, which raises the factor of what follows to
-    n + 1; then the first piece; and when that has its last gradient, end_repeats()."""
+    In the backward comes the last segment, once; then Between, which raises the factor of what follows to
+    n + 1; then the first segment; and when that has its last gradient, end_repeats()."""
 
     @staticmethod
-    def forward(ctx, n, results, carried, n_bytes, _, *tensors):
+    def forward(ctx, n, results, carried, _, *tensors):
         ctx.n = n
-        ctx.left = torch.empty(n_bytes, dtype=torch.uint8, device=META)
         ctx.save_for_backward(*tensors, *[t.new_empty(n - 1, *t.shape) for t in carried])
         return tuple(torch.empty(shape, dtype=dtype, device=META) for shape, dtype in results)
 
     @staticmethod
     def backward(ctx, *_):
-        LiveBytes.times *= ctx.n + 1  # the first piece is next
-        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[5:])
-        return None, None, None, None, None, *(torch.empty_like(t) if needs else None for t, needs in wanted)
+        LiveBytes.times *= ctx.n + 1  # the first segment is next
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[4:])
+        return None, None, None, None, *(torch.empty_like(t) if needs else None for t, needs in wanted)
 
 
-def between(n, results, carried, pieces, first, n_bytes=0):
-    """-> what n pieces return. results: those of the first piece, whose inputs are `first`. n_bytes: what the
-    pieces leave in their graph, but not as saved tensors, such as the routes of experts."""
-    shapes = [((len(pieces[0]), *t.shape[1:]), t.dtype) for t in results]
+def between(n, out, carried, tokens, first):
+    """-> what n segments of some tokens return: as many rows, and what they carry on. out: the result of the
+    first segment, whose tokens are `first`."""
+    shapes = [((len(tokens[0]), *out.shape[1:]), out.dtype)]
     shapes += [(t.shape, t.dtype) for t in carried]
     # parameters may be all that is trained
-    marker = torch.empty(0, device=META, requires_grad=torch.is_grad_enabled() and results[0].requires_grad)
-    out = Between.apply(n, shapes, carried, n_bytes, marker, *carried, *pieces)
+    marker = torch.empty(0, device=META, requires_grad=torch.is_grad_enabled() and out.requires_grad)
+    out, *carried = Between.apply(n, shapes, carried, marker, *carried, *tokens)
     inputs = [t for t in first if t.requires_grad]
-    if out[0].requires_grad and inputs:  # else the next phase ends what the backward begins
-        # the backward of the first piece has ended when the gradient of its last input is there
+    if out.requires_grad and inputs:  # else the next phase ends what the backward begins
+        # the backward of the first segment has ended when the gradient of its last input is there
         inputs[-1].register_hook(functools.partial(end_repeats, n + 1))
-    return out
+    return out, *carried
 
 
 def end_repeats(n, _):
@@ -4107,12 +4118,12 @@ def end_repeats(n, _):
 
 
 def ends_of(n_tokens, size):
-    """-> [tokens of the first piece of a loop, of all between, of the last one], number of pieces between."""
+    """-> [tokens of the first segment, of all between, of the last one], number of segments between."""
     n = nf4.ceil_div(n_tokens, size) - 2
     return [size, n * size, n_tokens - (n + 1) * size], n
 
 
-FEW = 10  # pieces, which all run: what is left out would be up to 3 % of a small model
+FEW = 10  # segments, which all run: what is left out would be up to 3 % of a small model
 
 
 def segments_on_paper(run_all, mix, size, tokens, tail_JX, state_HKP, w_XJ):
@@ -4123,42 +4134,32 @@ def segments_on_paper(run_all, mix, size, tokens, tail_JX, state_HKP, w_XJ):
     first, middle, last = zip(*(t.split(sizes) for t in tokens))
     with repeated(n + 1):
         out, *carried = mix(*first, tail_JX, state_HKP, w_XJ)
-    out_between, *carried = between(n, [out], carried, middle, first)
+    out_between, *carried = between(n, out, carried, middle, first)
     out_last, *carried = mix(*last, *carried, w_XJ)
     return torch.cat([out, out_between, out_last]), *carried
 
 
-class TilesOnPaper(lm.Tiles):
-    """Only the first and the last of many tiles run."""
+def once_for_each_form(update_):
+    """CompactAdamW.update_(), which is run for the first of the weights of one form. The update of another one
+    needs as much memory beside what is there, and is as much work."""
 
-    def cut(self, *inputs):
-        sizes, self.n = ends_of(inputs[0].shape[:2].numel(), self.size)
-        return list(zip(*(t.flatten(0, 1).split(sizes) for t in inputs)))
+    def update_on_paper_(optimizer, p, lr, weight_decay):
+        live = LiveBytes.now
+        tensors = [nf4.local(t).rows for t in (p, p.grad, *optimizer.state[p].values()) if t.dim()]
+        form = tuple(map(form_of, tensors)), live.lies_on_host(tensors)
+        if form not in live.updates:
+            peak = live.peaks[live.phase]
+            work = Counter(live.work_in_phase)
+            live.peaks[live.phase] = live.alive
+            update_(optimizer, p, lr, weight_decay)
+            live.updates[form] = live.peaks[live.phase] - live.alive, live.work_in_phase - work
+            live.peaks[live.phase] = max(peak, live.peaks[live.phase])
+            return
+        n_bytes, work = live.updates[form]
+        live.peaks[live.phase] = max(live.peaks[live.phase], live.alive + n_bytes)
+        live.work_in_phase.update(work)
 
-    def __iter__(self):
-        before = LiveBytes.now.alive
-        with repeated(self.n + 1):
-            yield 0
-        self.left = LiveBytes.now.alive - before - self.n_bytes
-        yield from (1, 2)
-
-    def run(self, i):
-        if i == 1:
-            first, middle, _ = self.read_inputs()
-            return between(self.n, self.results, [], middle, first, self.n * max(self.left, 0))
-        out = super().run(i)
-        # of whole storages: a result may be a view
-        storages = {id(t.untyped_storage()) for t in out}
-        self.n_bytes = sum(LiveBytes.now.sizes.get(storage, 0) for storage in storages)
-        # without memory
-        self.results = [torch.empty_like(t[:0], requires_grad=t.requires_grad) for t in out]
-        return out
-
-
-def tiles_on_paper(all_tiles, function, size, *inputs):
-    """all_tiles, which is Tiles, or TilesOnPaper if there are many."""
-    is_long = inputs[0].shape[:2].numel() > (FEW - 1) * size
-    return (TilesOnPaper if is_long else all_tiles)(function, size, *inputs)
+    return update_on_paper_
 
 
 # (module, name of a function in it, stand-in)
@@ -4170,16 +4171,16 @@ ON_PAPER = [
     (lm, "runs_flash_attention", has_flash_on_paper),
     (lm, "shares_key_heads", has_flash_on_paper),
     (lm, "mix_segments", functools.partial(segments_on_paper, lm.mix_segments)),
-    (lm, "Tiles", functools.partial(tiles_on_paper, lm.Tiles)),
     (lm, "chunk_starts", first_of(lm.chunk_starts, 2)),  # the second one adds to the gradient of the head
     (lm, "chunk_by_chunk", first_of(lm.chunk_by_chunk)),
     (nf4, "bands", first_of(nf4.bands)),
     (nf4, "regions", first_of(nf4.regions)),
+    (nf4.CompactAdamW, "update_", once_for_each_form(nf4.CompactAdamW.update_)),
 ]
 
 
 @contextlib.contextmanager
-def kernels_on_paper(flash_in_fp16=False):
+def kernels_on_paper(has_flash=None):
     """A context in which stand-ins are in the place of kernels -> the LiveBytes that counts meanwhile."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -4227,7 +4228,7 @@ def kernels_on_paper(flash_in_fp16=False):
         *ON_PAPER,
         (LiveBytes, "now", live),
         (LiveBytes, "times", 1),
-        (LiveBytes, "flash_in_fp16", flash_in_fp16),
+        (LiveBytes, "has_flash", has_flash),
         (torch, "compile", functools.partial(compile_on_paper, live)),
         (torch.UntypedStorage, "resize_", resize_on_paper_),
         (torch.Tensor, "to", to_on_paper),
@@ -4327,7 +4328,7 @@ def run_on_paper(run, policy):
         # fully_shard() on a mesh of two dimensions leaves a cycle of references that holds a block's weights
         gc.collect(0)  # what is younger than on_paper()
         watch = Watch(live, trainer)
-        train_step(trainer, [batch_on_paper(args, run.length)] * n_batches, 1)
+        train_step(trainer, [batch_on_paper(run)] * n_batches, 1)
         owned = owned_bytes(trainer, live)
     work = {phase: Counter() for phase in watch.starts}
     for phase, amounts in work.items():
@@ -4540,24 +4541,30 @@ class Card(NamedTuple):
 
     gb: int  # as its name has it
     gib: float  # what CUDA reports
-    tflops: float  # dense products in bf16, or fp16 without it, which add up in float32
-    gb_per_s: float  # memory bandwidth
-    bus: float  # GB/s to the host, each way
-    link: float  # GB/s to other cards, each way
-    attention: float  # TFLOP/s of FlashAttention 2: Hopper measured, others guesses; 0: no time is told
+    # without what follows no time is predicted
+    tflops: float = 0  # dense products in bf16, or fp16 without it, which add up in float32
+    gb_per_s: float = 0  # memory bandwidth
+    bus: float = 0  # GB/s to the host, each way
+    link: float = 0  # GB/s to other cards, each way
+    attention: float = 0  # TFLOP/s of FlashAttention 2: measured on Hopper, guesses for the others
+    has_bf16: bool = True  # and FlashAttention with it
 
 
 # GiB are measured on an H100 and an H200; the others are reports of users, or estimates: 0.96 to 0.98 of the
-# name, 6 % less with ECC. TFLOP/s and GB/s are the vendor's, dense, written down from memory: those of eleven
+# name, 6 % less with ECC. TFLOP/s and GB/s are the vendor's, dense, written down from memory: those of twelve
 # cards were compared with published tables (tests/LOG.md).
 CARDS = {  # see cards_named()
-    "RTX 2060": Card(6, 5.8, 26, 336, 12, 12, 0),
-    "RTX 2060 Super": Card(8, 7.7, 29, 448, 12, 12, 0),
-    "RTX 2070": Card(8, 7.7, 30, 448, 12, 12, 0),
-    "RTX 2070 Super": Card(8, 7.7, 36, 448, 12, 12, 0),
-    "RTX 2080": Card(8, 7.7, 40, 448, 12, 12, 0),
-    "RTX 2080 Super": Card(8, 7.7, 45, 496, 12, 12, 0),
-    "RTX 2080 Ti": Card(11, 10.7, 54, 616, 12, 12, 0),
+    "Quadro RTX 5000": Card(16, 15.5, has_bf16=False),
+    "Quadro RTX 6000": Card(24, 23.5, has_bf16=False),
+    "Quadro RTX 8000": Card(48, 47.4, has_bf16=False),
+    "Titan RTX": Card(24, 23.5, has_bf16=False),
+    "RTX 2060": Card(6, 5.8, 26, 336, 12, 12, 0, has_bf16=False),
+    "RTX 2060 Super": Card(8, 7.7, 29, 448, 12, 12, 0, has_bf16=False),
+    "RTX 2070": Card(8, 7.7, 30, 448, 12, 12, 0, has_bf16=False),
+    "RTX 2070 Super": Card(8, 7.7, 36, 448, 12, 12, 0, has_bf16=False),
+    "RTX 2080": Card(8, 7.7, 40, 448, 12, 12, 0, has_bf16=False),
+    "RTX 2080 Super": Card(8, 7.7, 45, 496, 12, 12, 0, has_bf16=False),
+    "RTX 2080 Ti": Card(11, 10.7, 54, 616, 12, 12, 0, has_bf16=False),
     "RTX 3050 6GB": Card(6, 5.8, 14, 168, 12, 12, 9),
     "RTX 3050 8GB": Card(8, 7.7, 18, 224, 12, 12, 12),
     "RTX 3060": Card(12, 11.6, 26, 360, 25, 25, 18),
@@ -4598,27 +4605,56 @@ CARDS = {  # see cards_named()
     "RTX 4500 Ada": Card(24, 23.5, 159, 432, 25, 25, 97),
     "RTX 5000 Ada": Card(32, 31.3, 261, 576, 25, 25, 150),
     "RTX 6000 Ada": Card(48, 47.4, 364, 960, 25, 25, 200),
-    "T4": Card(16, 14.6, 65, 320, 12, 12, 0),
-    "V100 16GB": Card(16, 15.7, 125, 900, 12, 150, 0),
-    "V100 32GB": Card(32, 31.7, 125, 900, 12, 150, 0),
+    "RTX PRO 4000": Card(24, 23.5),
+    "RTX PRO 4500": Card(32, 31.3),
+    "RTX PRO 5000 48GB": Card(48, 47.3),
+    "RTX PRO 5000 72GB": Card(72, 71.0),
+    "RTX PRO 6000": Card(96, 94.97, 504, 1792, 55, 55, 275),
+    "RTX PRO 6000 Max-Q": Card(96, 94.97),
+    "GB10": Card(128, 119.2),  # of a DGX Spark, shared with the host
+    "T4": Card(16, 14.6, 65, 320, 12, 12, 0, has_bf16=False),
+    "V100 16GB": Card(16, 15.7, 125, 900, 12, 150, 0, has_bf16=False),
+    "V100 32GB": Card(32, 31.7, 125, 900, 12, 150, 0, has_bf16=False),
     "A10": Card(24, 22.0, 125, 600, 25, 25, 77),
     "A10G": Card(24, 22.1, 70, 600, 25, 25, 45),
+    "A30": Card(24, 23.5),
     "A40": Card(48, 44.4, 150, 696, 25, 25, 92),
     "L4": Card(24, 22.0, 121, 300, 25, 25, 67),
     "L40": Card(48, 44.4, 181, 864, 25, 25, 110),
     "L40S": Card(48, 44.4, 362, 864, 25, 25, 200),
     "A100 40GB": Card(40, 39.4, 312, 1555, 25, 300, 190),
     "A100 80GB": Card(80, 79.2, 312, 2039, 25, 300, 190),
+    "A800 40GB": Card(40, 39.4),
+    "A800 80GB": Card(80, 79.2),
     "H20": Card(96, 95.0, 148, 4000, 55, 450, 120),
     "H100": Card(80, 79.2, 989, 3350, 55, 450, 285),
     "H100 PCIe": Card(80, 79.2, 756, 2000, 55, 55, 215),
     "H100 NVL": Card(94, 93.1, 835, 3900, 55, 300, 240),
+    "H800": Card(80, 79.2),
     "H200": Card(141, 139.8, 989, 4800, 55, 450, 285),
+    "H200 NVL": Card(141, 139.8),
     "GH200": Card(96, 94.5, 989, 4000, 200, 450, 285),
     "B200": Card(180, 178.4, 2250, 8000, 55, 900, 0),
+    "GB200": Card(186, 184.3),
+    "B300": Card(288, 267.7),
+    "GB300": Card(288, 276.8),
 }
+# {name: its GB} of a notebook: less than the desktop card of the same number has
+OF_LAPTOPS = {
+    "RTX 3050 Laptop 4GB": 4, "RTX 3050 Laptop 6GB": 6, "RTX 3050 Ti Laptop": 4, "RTX 3060 Laptop": 6,
+    "RTX 3070 Laptop": 8, "RTX 3070 Ti Laptop": 8, "RTX 3080 Laptop 8GB": 8, "RTX 3080 Laptop 16GB": 16,
+    "RTX 3080 Ti Laptop": 16, "RTX 4050 Laptop": 6, "RTX 4060 Laptop": 8, "RTX 4070 Laptop": 8,
+    "RTX 4080 Laptop": 12, "RTX 4090 Laptop": 16, "RTX 5050 Laptop": 8, "RTX 5060 Laptop": 8,
+    "RTX 5070 Laptop": 8, "RTX 5070 Ti Laptop": 12, "RTX 5080 Laptop": 16, "RTX 5090 Laptop": 24,
+}
+CARDS |= {name: Card(gb, round(0.96 * gb, 1)) for name, gb in OF_LAPTOPS.items()}
 # what names of devices have beside a card's own words
-FILLERS = set("NVIDIA GEFORCE RTX TESLA GENERATION SXM SXM2 SXM4 SXM5 HBM2 HBM2E HBM3 HBM3E 480GB".split())
+FILLERS = set("NVIDIA GEFORCE TESLA GENERATION GRAPHICS GPU BLACKWELL WORKSTATION SERVER EDITION ACTIVE DGX "
+              "HGX NVL72 SXM SXM2 SXM3 SXM4 SXM5 SXM6 AC HBM2 HBM2E HBM3 HBM3E 480GB".split())
+SAME_WORD = {"MOBILE": "LAPTOP", "NOTEBOOK": "LAPTOP", "SPARK": "GB10"}
+# A size, a word that may be written together with the next one, a name such as A100 or L40S, or what is left
+WORD = re.compile(r"\d+[\W_]?G(?:I?B)?(?![A-Z0-9])|NVIDIA|GEFORCE|TESLA|QUADRO|TITAN|PRO|TI|SUPER|ADA"
+                  r"|[A-Z]+\d+(?:[A-Z](?![A-Z]))?|[A-Z]+|\d+")
 # Fitted to three rows of tests/LOG.md: what kernels reach of a datasheet, and the host's time for a launch.
 # tests/test_time_plan.py has others, which were held out.
 PRODUCT_SHARE = 0.76
@@ -4626,22 +4662,47 @@ MEMORY_SHARE = 0.79
 LAUNCH_S = 30e-6
 
 
+def words_of(name):
+    """-> ({words of a card's name}, {"16GB", if it says so}), however it is spelled: rtx4070TiSuper_16g."""
+    # it tells cards apart only in Titan RTX
+    text = re.sub(r"RTX[\W_]*(?=PRO|A?\d)", " ", name.upper())
+    words = WORD.findall(text)
+    sizes = [word for word in words if re.fullmatch(r"\d+[\W_]?G(?:I?B)?", word)]
+    own = {SAME_WORD.get(word, word) for word in words if word not in sizes}
+    return own - FILLERS, {f"{re.match('[0-9]+', size)[0]}GB" for size in sizes} - FILLERS
+
+
 def cards_named(text):
     """-> the names in CARDS that have the words of a device's name ("NVIDIA GeForce RTX 3090") or of what a
     person types ("3090"), and no others. Several if the text leaves out a size that tells them apart."""
-
-    def words_of(name):
-        name = re.sub(r"(?<=\d)(?=TI|SUPER|ADA)|(?<=RTX)(?=\d)", " ", name.upper())  # also typed as one word
-        return {*re.sub(r"(?<=\d) (?=GB)", "", name).replace("-", " ").split()} - FILLERS
-
-    words = words_of(text)
-    sizes = {word for word in words if re.fullmatch(r"\d+GB", word)}
-    for own in (words - sizes, words - sizes - {"PCIE"}):  # H100 PCIe is another card than H100
+    words, sizes = words_of(text)
+    for own in (words, words - {"PCIE"}):  # H100 PCIe is another card than H100
         found = [name for name, card in CARDS.items()
-                 if words_of(name) - {f"{card.gb}GB"} == own and sizes <= {f"{card.gb}GB"}]
+                 if words_of(name)[0] == own and sizes <= {f"{card.gb}GB"}]
         if found:
             return found
     return []
+
+
+def card_named(text):
+    """-> the name in CARDS of the card that --gpu means. ValueError if it may be none of them, or several."""
+    found = cards_named(text)
+    if len(found) == 1:
+        return found[0]
+    models = {word for word in words_of(text)[0] if re.search(r"\d\d", word)}
+    alike = found or [name for name in CARDS if models & words_of(name)[0]]
+    alike = alike or difflib.get_close_matches(text, CARDS, 5)
+    expected = f"expected one of {', '.join(alike)}" if alike else "a card that is not in the table"
+    raise ValueError(f"--gpu {text}: {expected}; --gpu_gib G plans for G GiB, which is any card")
+
+
+def card_of(ranks):
+    """-> the name in CARDS of this rank's GPU, or None. Of cards with one name it is the one as large."""
+    found = cards_named(ranks.device_name)
+    if len(found) > 1:
+        n_bytes = torch.cuda.mem_get_info(ranks.device)[1]
+        found.sort(key=lambda name: abs(CARDS[name].gib * GIB - n_bytes))
+    return found[0] if found else None
 
 
 def time_of_step(run, policy, card, length=None):
@@ -4667,8 +4728,7 @@ def time_of_step(run, policy, card, length=None):
         # of several micro-batches two are traced
         times = 1 if direction == "update" else max(1, run.args.grad_accum / 2)
         with_host += times * max(seconds.values())
-        del seconds["host"]
-        without_host += times * max(seconds.values())
+        without_host += times * max(seconds[what] for what in seconds if what != "host")
     return with_host, without_host
 
 
@@ -4685,7 +4745,7 @@ def describe_time(run, policy, name, steps, length):
         "for windows in longer documents": run.config.sliding_window < (length or run.length),
     }
     if any(unknown.values()):
-        return f"no time estimate {next(why for why in unknown if unknown[why])}"
+        return f"no time is predicted {next(why for why in unknown if unknown[why])}"
     with_host, seconds = time_of_step(run, policy, CARDS[name], length)
     bounds = {
         "launch-bound: the CPU cannot launch kernels fast enough": with_host > 1.1 * seconds,
@@ -4699,12 +4759,17 @@ def describe_time(run, policy, name, steps, length):
     text = f"a step takes {about} {seconds:,.2f} s on the {name}, {up_to}{n_tokens / seconds:,.0f} tok/s"
     if steps:
         text += f", {steps:,} steps {about} {timedelta(seconds=round(steps * seconds))}"
-    accuracy = "an estimate: this card has not been measured, expect an error of up to about 25 %"
-    is_measured = name in ("H100", "H200") and args.lora and not args.dpo and not run.streams
-    has_long_rows = args.batch_size * run.length >= 4096  # as all that were measured
-    if is_measured and has_long_rows and "linear_attention" not in run.config.layer_types:
-        accuracy = "an estimate, within a tenth"
-    return f"{text}: {reasons or accuracy}"
+    unmeasured = {
+        "this card": name not in ("H100", "H200"),
+        "Gated DeltaNet": "linear_attention" in run.config.layer_types,
+        "full fine-tuning": not args.lora,
+        "--dpo": args.dpo,
+        "streamed weights": run.streams,
+        "a micro-batch below 4,096 tokens": args.batch_size * run.length < 4096,
+    }
+    what = ", ".join(each for each in unmeasured if unmeasured[each])
+    accuracy = f"predicted, not measured: {what}; expect an error of up to about 25 %"
+    return f"{text}: {reasons or (accuracy if what else 'predicted, within a tenth')}"
 
 
 # ---- ranks that are not there
@@ -4715,7 +4780,7 @@ def on_paper(run):
     calls = [(sys.modules[__name__], "move_", lambda p, device: LiveBytes.now.move(p, "gpu"))]
     has_group = run.args.fsdp2 or run.world > 1
     group = ranks_on_paper(run.world) if has_group else contextlib.nullcontext()
-    with kernels_on_paper(run.flash_in_fp16) as live, replaced(calls), group:
+    with kernels_on_paper(run.has_flash) as live, replaced(calls), group:
         yield live
 
 
@@ -4790,18 +4855,25 @@ def ranks_on_paper(world):
             del torch.meta
 
 
-def batch_on_paper(args, length):
-    """-> data.Batch of this rank: a document in each row, with --dpo a pair, and each token supervised."""
+def batch_on_paper(run):
+    """-> data.Batch of this rank: run.documents in each row, or as many pairs, and each token supervised."""
+    args = run.args
+    length = run.length
     n_tokens = args.batch_size * length
     n_padded = nf4.ceil_div(n_tokens, args.sequence_parallel) * args.sequence_parallel  # see Loader.batch()
+    has_flash = args.precision != "fp16" if run.has_flash is None else run.has_flash
+    runs_flash = has_flash and args.precision != "fp32"
     n_documents = 2 * args.batch_size if args.dpo else args.batch_size
+    if runs_flash:  # else they run one after another, which needs the most where a row is one document
+        n_documents *= run.documents
     edges = [n_tokens * i // n_documents for i in range(n_documents + 1)]
     pairs = list(itertools.pairwise(edges))
     n_targets = [stop - start for start, stop in pairs]
     bounds = None
-    if n_tokens % n_documents or n_padded > n_tokens:  # not of one length, or with a gap: data.pack_spans()
+    # not of one length, or with a gap: data.pack_spans()
+    if n_tokens % n_documents or n_padded > n_tokens or (runs_flash and run.documents > 1):
         bounds = torch.empty(n_documents + 1, dtype=torch.int32, device="meta")
-    if args.precision in ("fp16", "fp32"):  # without FlashAttention a gap matters, and packed rows have one
+    if not runs_flash:  # a gap matters, and packed rows have one
         pairs = [(start, stop - 1) for start, stop in pairs]
         bounds = torch.empty(2 * n_documents + 1, dtype=torch.int32, device="meta")
     shape = args.batch_size, length
@@ -4877,9 +4949,9 @@ def plan_run(run, room, steps, length, ranks):
         policy = choose_blocks(run, room)
         if ranks.device.type == "cuda" and ranks.rank == 0:
             lines = list(describe_plan(run, policy, room))
-            found = cards_named(ranks.device_name)
-            if found and planned_bytes(run, policy) <= room:
-                time_text = describe_time(run, policy, found[0], steps, length)
+            card = card_of(ranks)
+            if card and planned_bytes(run, policy) <= room:
+                time_text = describe_time(run, policy, card, steps, length)
                 lines.append(textwrap.fill(time_text, 80, subsequent_indent="  "))
     except Exception as error:  # also of what stands around a trace
         problem = str(error) if isinstance(error, Unplanned) else f"no plan: {type(error).__name__}: {error}"
@@ -4948,25 +5020,28 @@ def ladder_of(run):
     """-> flags that may lower the peak, as they are typed after the command line, those that cost the least
     time first (tests/LOG.md). What is switched off stays off, but --chunked_ce, and a step keeps its rows."""
     args = run.args
-    cheap = ["--fsdp2"] if run.world > 1 else []
-    cheap += ["--activation_checkpointing all", "--activation_checkpointing all --offload activations"]
+    n_rows = args.batch_size * args.grad_accum / args.sequence_parallel  # of a step, per rank
+    # refused if it is not a whole number
+    row_by_row = f"--batch_size 1 --grad_accum {args.sequence_parallel * n_rows:g}"
+    ladder = ["--fsdp2"] if run.world > 1 else []
+    ladder.append("--activation_checkpointing all")
+    if run.length >= 4096:  # a row keeps a GPU busy: nothing is lost
+        ladder.append(row_by_row)
+    ladder.append("--activation_checkpointing all --offload activations")
     if not args.tiled_mlp and args.batch_size * run.length > 4096:
-        cheap.append("--tiled_mlp 4096")
+        ladder.append("--tiled_mlp 4096")
     if not 0 < args.ce_chunk <= 256:
-        cheap.append("--chunked_ce --ce_chunk 256")
-    cheap.append("--optim adamw8bit")
-    rows = args.batch_size * args.grad_accum / args.sequence_parallel  # a step's, per rank
-    for n in (1, 2, 4, 8):
-        if n == args.sequence_parallel:
-            cheap.append(f"--batch_size 1 --grad_accum {n * rows:g}")  # refused if it is not a whole number
-        if n > args.sequence_parallel:
-            cheap.append(f"--batch_size 1 --grad_accum {n * rows:g} --sequence_parallel {n}")
-    cheap.append("--optim_in_backward --clip 0")
-    if args.precision != "fp16":  # fp16 is for cards that have no bf16
-        cheap.append("--precision bf16 --stochastic_rounding")
-    # A flag may lower what is not the peak until a later flag is on, so the list comes again. The last two
-    # take much host memory, or 4-bit weights.
-    return [*cheap, *cheap, "--fsdp2 --offload params", *cheap, "--qlora", *cheap]
+        ladder.append("--chunked_ce --ce_chunk 256")
+    ladder += ["--optim adamw8bit", row_by_row]
+    ladder += [f"--batch_size 1 --grad_accum {n * n_rows:g} --sequence_parallel {n}"
+               for n in (2, 4, 8) if n > args.sequence_parallel]
+    ladder.append("--optim_in_backward --clip 0")
+    if args.precision != "fp16" and run.has_flash is not False:  # a card without FlashAttention has no bf16
+        ladder.append("--precision bf16 --stochastic_rounding")
+    # these two need 4-bit weights, or much host memory and a copy of all weights in each pass
+    last = ["--qlora", "--fsdp2 --offload params"]
+    # adapters on one card have lost nothing but 4 bits; of trained weights 4 bits would be another method
+    return [*ladder, *(last if args.lora and run.world == 1 else reversed(last))]
 
 
 def with_options(run, options):
@@ -4982,49 +5057,109 @@ def with_options(run, options):
     return run._replace(args=args)
 
 
-def bytes_with(run, options):
-    """planned_bytes() with some options, or infinity where they cannot be used together."""
+class Need(NamedTuple):
+    """Bytes that a step needs."""
+
+    gpu: float  # CUDA's own memory included
+    host: float
+
+
+def need_with(run, options):
+    """-> Need with some options, infinite where they cannot be used together."""
     changed = with_options(run, options)
-    return planned_bytes(changed, blocks_as_asked(changed)) if changed else math.inf
-
-
-def climb(run, room, options):
-    """Adds flags to the list `options` until a run fits into `room` bytes, and yields a line for each, with
-    what the run needs with it and all before. Last it removes those that later ones have made needless."""
-    need = bytes_with(run, options)
-    before = run.args
-    for option in ladder_of(run):
-        changed = with_options(run, [*options, option])
-        if need <= room or changed is None or changed.args == before:
-            continue
-        n_bytes = planned_bytes(changed, blocks_as_asked(changed))
-        if n_bytes < 0.99 * need:  # less is not worth a flag
-            options.append(option)
-            need = n_bytes
-            before = changed.args
-            yield f"  {n_bytes / GIB:8.2f} GiB with {option}"
-    if need > room:
-        yield "  No flags make it fit: use more ranks, a shorter --seq_len or a smaller model"
-    for option in options[-2::-1]:  # from the dearest on, but for the last one
-        others = [other for other in options if other != option]
-        if bytes_with(run, others) <= max(room, 1.01 * need):
-            options.remove(option)
-
-
-def advise(run, room):
-    """Yields lines: what would make a run fit that does not."""
-    if not run.args.lora:
-        lora, qlora = (bytes_with(run, [flag]) / GIB for flag in ("--lora", "--qlora"))
-        yield f"  All weights are trained. Adapters need {lora:.2f} GiB (--lora) or {qlora:.2f} (--qlora)"
-    options = []
-    yield from climb(run, room, options)
-    changed = with_options(run, options)
+    if changed is None:
+        return Need(math.inf, math.inf)
     phases, host = plan(changed, blocks_as_asked(changed))
-    need = peak_of(phases)[1] + OVERHEAD
-    on_host = sum(host.values())
-    yield (f"  It needs {need / GIB:.2f} GiB, and {on_host / GIB:.2f} GiB of host memory"
-           f"{comment_on_host(on_host)}, with")
+    return Need(peak_of(phases)[1] + OVERHEAD, sum(host.values()))
+
+
+def usable(run, ladder):
+    """-> the options of a ladder that change something, and can be used with all before them."""
+    options = []
+    before = run
+    for option in ladder:
+        changed = with_options(run, [*options, option])
+        if changed and changed.args != before.args:
+            options.append(option)
+            before = changed
+    return options
+
+
+def climb(run, room):
+    """-> (the cheapest options that make a run fit into `room` bytes, or all that help, and their Need)."""
+    ladder = ladder_of(run)
+    # --optim_in_backward is refused beside --grad_accum, and may be worth more
+    ladders = ladder, [option for option in ladder if "--grad_accum" not in option]
+    both = [usable(run, options) for options in ladders]
+    options = next((each for each in both if need_with(run, each).gpu <= room), None)
+    limit = room
+    if options:
+        # with more and more options a run needs less and less memory
+        def suffices(n_options):
+            return need_with(run, options[:n_options]).gpu <= room
+
+        options = options[: bisect.bisect_left(range(len(options)), True, key=suffices)]
+    else:
+        options = min(both, key=lambda each: need_with(run, each).gpu)
+        limit = 1.01 * need_with(run, options).gpu
+    options = needed(run, limit, [], options, [])
+    return options, need_with(run, options)
+
+
+def needed(run, limit, before, some, after):
+    """-> those of some options that are needed between others to stay below a limit of the GPU's memory. Host
+    memory does not grow. The dearest options, which are the last ones, go first."""
+    if not some:
+        return []
+    without = need_with(run, [*before, *after])
+    if without.gpu <= limit and without.host <= 1.01 * need_with(run, [*before, *some, *after]).host:
+        return []
+    if len(some) == 1:
+        return some
+    half = len(some) // 2
+    dear = needed(run, limit, [*before, *some[:half]], some[half:], after)
+    return [*needed(run, limit, before, some[:half], [*dear, *after]), *dear]
+
+
+def describe_other_methods(run, room):
+    """Yields a line: what adapters and 4 bits would need, for a run that does not fit."""
+    lora, qlora = (need_with(run, [flag]).gpu for flag in ("--lora", "--qlora"))
+    if not run.args.lora:
+        yield (f"  All weights are trained. Adapters need {lora / GIB:.2f} GiB (--lora) or {qlora / GIB:.2f} "
+               "(--qlora)")
+    elif not run.args.qlora and qlora < math.inf:
+        verdict = "" if qlora <= room else ", which does not fit either"
+        yield f"  In 4 bits it needs {qlora / GIB:.2f} GiB: --qlora{verdict}"
+
+
+def advise(run, room, argv):
+    """Yields lines: what would make a run fit that does not. argv: its command line."""
+    options, need = climb(run, room)
+    for n, option in enumerate(options, 1):
+        yield f"  {need_with(run, options[:n]).gpu / GIB:8.2f} GiB with {option}"
+    if need.gpu > room:
+        yield "  No flags make it fit: use more ranks, a shorter --seq_len or a smaller model"
+    on_host = f", and {describe_host(run, need.host)}" if need.host else ""
+    yield textwrap.fill(f"  It needs {need.gpu / GIB:.2f} GiB{on_host}, with", 80, subsequent_indent="  ")
+    replaced_flags = flags_replaced(argv, options)
+    if replaced_flags:
+        yield f"    (in place of {' '.join(replaced_flags)})"
     yield f"    {' '.join(options) or 'the flags that it has'}"
+
+
+def flags_replaced(argv, options):
+    """-> the flags of a command line that some options replace, because a flag can have one value."""
+    found = {}
+    for flag, value in itertools.pairwise([*" ".join(options).split(), "--"]):
+        for word, following in itertools.pairwise([*argv, "--"]):
+            name, equals, given = word.partition("=")
+            if not equals:
+                given = following
+            if name == flag and flag != "--offload" and not value.startswith("--") and given != value:
+                found[f"{flag} {given}"] = None
+            if name == f"--no-{flag[2:]}":
+                found[name] = None
+    return list(found)
 
 
 # ---- the plan, printed
@@ -5035,17 +5170,36 @@ def peak_of(phases):
     return title, phases[title].total()
 
 
-def describe_plan(run, policy, room):
-    """Yields lines: the plan as a table, whether it fits into `room` bytes, and what would make it fit. Of a
-    run that needs less than 60 % of the room, one line."""
+def describe_plan(run, policy, room, argv=()):
+    """Yields lines: whether a run fits into `room` bytes, the plan as a table, how blocks are recomputed, and
+    what would make it fit. Of a run that needs less than 60 % of the room, one line."""
     phases, host = plan(run, policy)
     name, peak = peak_of(phases)
     need = peak + OVERHEAD
     host_text = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in host.items()) or "none"
-    host_text += comment_on_host(sum(host.values()))
+    if host:
+        host_text += f"; in all {describe_host(run, sum(host.values()))}"
     if not run.args.dry_run and need < 0.6 * room:
-        yield f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}"
+        text = f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}"
+        yield textwrap.fill(text, 80, subsequent_indent="  ")
         return
+    least = planned_bytes(run, blocks_as_asked(run))
+    verdict = ""
+    of = ""
+    if room < math.inf:
+        of = f" of {room / GIB:.2f}"
+        verdict = "fits: "
+        if need > room:
+            verdict = "does not fit: "
+        elif need > TIGHT * room:
+            verdict = "fits, but only just: "
+    yield f"{verdict}needs {least / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL)"
+    if verdict.startswith("fits, but"):
+        yield "  measured runs took up to 0.25 GiB more than predicted; NCCL was never measured"
+    if least < need:
+        yield f"  auto uses {need / GIB:.2f} GiB, for speed"
+    if need > room:
+        yield from describe_other_methods(run, room)
     yield (f"memory plan, GiB of rank 0 of {run.world}, "
            f"micro-batches of {run.args.batch_size} x {run.length} tokens")
     titles = [f"{title}*" if title == name else title for title in phases]
@@ -5058,27 +5212,31 @@ def describe_plan(run, policy, room):
     if run.args.compile:
         yield "  kept for backward: an estimate for torch.compile, within 1 % on an H100"
     yield textwrap.fill(f"  host memory: {host_text}", 80, subsequent_indent="    ")
-    of, verdict = "", ""
-    if room < math.inf:
-        of = f" of {room / GIB:.2f}"
-        verdict = ": fits" if need <= room else ": does not fit"
-    least = planned_bytes(run, blocks_as_asked(run))
-    yield f"  needs {least / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL){verdict}"
-    if least < need:
-        yield f"  auto uses {need / GIB:.2f} GiB, for speed"
+    if run.args.dry_run:  # print_start() has printed these
+        for text in describe_blocks(run, policy):
+            yield textwrap.fill(text, 80, subsequent_indent="  ")
     if need > room:
-        yield from advise(run, room)
+        yield from advise(run, room, argv)
+
+
+def describe_host(run, n_bytes):
+    """Text: the host memory that all ranks of a machine need, where a rank needs n_bytes."""
+    # a dry run counts on machines of 8 GPUs
+    n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", min(run.world, 8)))
+    text = f"{n_ranks * n_bytes / GIB:.2f} GiB of host memory"
+    if n_ranks > 1:
+        text += f" for the {n_ranks} ranks of a machine"
+    return text + comment_on_host(n_ranks * n_bytes)
 
 
 def comment_on_host(n_bytes):
-    """Text about so many bytes of a rank in host memory: "" if they are nothing special."""
-    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if n_bytes > of_machine:
-        return f" (this machine has {of_machine / GIB:.0f})"
+    """Text about so many bytes of host memory: "" if they are nothing special."""
+    if n_bytes > allowed_memory():
+        return f" (this machine has {allowed_memory() / GIB:.0f})"
     return " (most machines have less)" if n_bytes > 64 * GIB else ""
 
 
-def dry_run(args):
+def dry_run(args, argv=()):
     """Prints the plan of --world ranks, and rows, tokens and steps of --data, without weights or a GPU. If
     the run does not fit, the exit code is that of a run that is out of memory."""
     world = args.world or 1
@@ -5087,23 +5245,27 @@ def dry_run(args):
     alike = [card.gib for card in CARDS.values() if card.gb == args.gpu_gib]
     if alike:
         data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {alike[0]}")
+    if args.gpu and not CARDS[args.gpu].has_bf16:
+        data.say(f"note: the {args.gpu} has neither bf16 nor FlashAttention: this is the plan of --precision "
+                 f"{args.precision}")
     try:
         opened = open_config(args, world, device=None, random_init=True)
-        run = RunSpec(args, opened.config, world, args.seq_len)
-        policy = choose_blocks(run, room)
-        for text in describe_blocks(run, policy):
-            data.say(textwrap.fill(text, 80, subsequent_indent="  "))
-        for line in describe_plan(run, policy, room):
-            data.say(line)
-        steps = length = None
+        has_flash = CARDS[args.gpu].has_bf16 if args.gpu else None
+        run = RunSpec(args, opened.config, world, args.seq_len, has_flash)
+        loader = steps = length = None
         if args.data not in ([], DEMO_DATA):
             tokenizer = open_tokenizer(args, opened)
-            if tokenizer.folder == data.TINY and args.model != "tiny":
-                data.say("note: tokens are counted with the built-in tokenizer; a model folder or Hub id is "
-                         "exact")
             ranks = Ranks(want_group=False, timeout=args.timeout)
             ranks.world = world
             loader, eval_loader = data.open_data(args, tokenizer, opened.config.vocab_size, ranks)
+            run = run._replace(length=loader.longest, documents=documents_in_a_row(loader))
+        policy = choose_blocks(run, room)
+        for line in describe_plan(run, policy, room, argv):
+            data.say(line)
+        if loader:
+            if tokenizer.folder == data.TINY and args.model != "tiny":
+                data.say("note: tokens are counted with the built-in tokenizer; a model folder or Hub id is "
+                         "exact")
             data.print_data(args, loader, eval_loader, tokenizer)
             rows_a_step, steps = count_steps(args, len(loader.rows), world)
             data.say(f"{data.count_of(steps, 'steps')} of {data.count_of(rows_a_step, 'rows')}")
@@ -5115,6 +5277,12 @@ def dry_run(args):
             data.say(textwrap.fill(text, 80, subsequent_indent="  "))
     except (ValueError, OSError, Unplanned) as error:
         raise SystemExit(str(error)) from error
+
+
+def documents_in_a_row(loader):
+    """How many documents, or pairs, a row has on average, rounded up."""
+    per_pair = 2 if loader.documents.has_pairs else 1
+    return nf4.ceil_div(sum(map(len, loader.rows)), per_pair * len(loader.rows))
 
 
 def mean_length(loader):

@@ -85,8 +85,7 @@ def parse(preset, flags, n_tokens):
 def launches_of(preset, flags, n_tokens, n_blocks):
     """Those of a step of a model with some of a preset's blocks."""
     args = parse(preset, flags, n_tokens)
-    # all loops count
-    train.ON_PAPER = [call for call in train.ON_PAPER if "chunk" not in call[1] and call[1] != "Tiles"]
+    train.ON_PAPER = [call for call in train.ON_PAPER if "chunk" not in call[1]]  # all loops count
     with train.kernels_on_paper():
         run = train.RunSpec(args, config_of(preset, n_blocks), 1, n_tokens)
         ranks = argparse.Namespace(world=1, rank=0, device=torch.device("meta"))
@@ -94,7 +93,7 @@ def launches_of(preset, flags, n_tokens, n_blocks):
         model = train.build(lm.on_meta(run.config, args), run, blocks, ranks, lambda model: None).model
         model.model.embed_tokens.weight.requires_grad_()  # as if another block were below the first
         with Launches() as launches:
-            loss, _ = train.loss_of(model, train.batch_on_paper(args, n_tokens), args)
+            loss, _ = train.loss_of(model, train.batch_on_paper(run), args)
             loss.backward()
     return launches.counts
 

@@ -43,7 +43,7 @@ def dropout_backward(grad, mask, scale):
 
 # what a trace of shapes needs but for three: bands and regions follow one another here, and an all-to-all is a real one
 # not those that leave out pieces of a loop, whose results a step needs, and not what sends nothing
-REAL = "bands", "regions", "exchange", "mix_segments", "chunk_starts", "chunk_by_chunk"
+REAL = "bands", "regions", "exchange", "mix_segments", "chunk_starts", "chunk_by_chunk", "update_"
 CALLS = [call for call in train.ON_PAPER if call[1] not in REAL]
 CALLS.append((model, "length_multiple", lambda q: 1))  # a GPU fills up no rows
 CALLS.append((model, "chunk_length", lambda device: 128))  # a GPU's, as on the meta device

@@ -295,7 +295,7 @@ def test_a_gpu_run_that_fails_says_why(job, tmp_path):
     gib = 0.002  # 2 MiB, less than the model's weights
     _, text, codes = run_ranks(1, [*job, "--gpu_gib", gib], tmp_path / "small", gpu=True)
     assert codes == [train.OUT_OF_MEMORY], text
-    assert "does not fit\n" in text, text
+    assert "does not fit: needs " in text, text
     assert "use more ranks" in text, text
     report = json.loads((tmp_path / "small/oom.json").read_text())
     assert 0 < report["max_memory_allocated_gib"] <= gib
@@ -334,7 +334,7 @@ def change_nothing():
 
 def install_stand_ins():
     standins.install_with_zeros()
-    train.LiveBytes.flash_in_fp16 = True  # as the emulated card
+    train.LiveBytes.has_flash = True  # as the emulated card
 
 
 SMALL_ENDS = {"vocab_size": 4096}

@@ -383,14 +383,14 @@ def test_the_plan_is_what_a_step_holds(tmp_path, model, n_tokens, world, flags):
 
 
 def count_with_flash(*args):
-    train.LiveBytes.flash_in_fp16 = True  # the stand-ins of the run
+    train.LiveBytes.has_flash = True  # the stand-ins of the run
     count(*args)
 
 
 @pytest.mark.unperturbed
 @pytest.mark.bf16  # oneDNN's kernels of some CPUs allocate copies
 def test_fp16_is_planned_with_flash_attention_on_cards_that_have_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "RunSpec", functools.partial(train.RunSpec, flash_in_fp16=True))
+    monkeypatch.setattr(train, "RunSpec", functools.partial(train.RunSpec, has_flash=True))
     flags = "--seq_len 1024 --precision fp16 --lora --no-activation_checkpointing --ce_chunk 64"
     plan, counted = planned_and_counted(folder_of("gqa", tmp_path / "model"), 1, flags, tmp_path, count_with_flash)
     assert plan == pytest.approx(counted, rel=0.02)
@@ -686,10 +686,9 @@ JOBS = [
 
 def options_for(job, gib):
     """What the ladder adds to the flags of a job on a GPU with so many GiB."""
-    options = []
-    lines = list(train.climb(run_of(job), gib * train.GIB + train.OVERHEAD, options))
-    needs = [float(line.split()[0]) for line in lines if " GiB with " in line]
-    assert needs == sorted(needs, reverse=True)
+    run = run_of(job)
+    options, need = train.climb(run, gib * train.GIB + train.OVERHEAD)
+    assert need == train.need_with(run, options)
     return options
 
 
@@ -716,9 +715,11 @@ def test_what_the_search_adds_fits_and_is_needed_and_turns_no_flag_the_wrong_way
     options = options_for(job, job.gib)
     run = run_of(job)
     assert options
-    assert train.bytes_with(run, options) <= room < train.bytes_with(run, [])
+    need = train.need_with(run, options)
+    assert need.gpu <= room < train.need_with(run, []).gpu
     for option in options:
-        assert train.bytes_with(run, [other for other in options if other != option]) > room, option
+        without = train.need_with(run, [other for other in options if other != option])
+        assert without.gpu > room or without.host > 1.01 * need.host, option
     check_no_flag_is_turned_the_wrong_way(run, options)
 
 
@@ -766,9 +767,9 @@ def test_dry_run_is_at_most_80_columns_wide_and_its_advice_is_typed_as_it_stands
     assert train.launch(argv) == train.OUT_OF_MEMORY
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    verdict = next(i for i, line in enumerate(lines) if line.endswith("does not fit"))
-    assert re.fullmatch(r"  All weights .* need [\d.]+ GiB \(--lora\) or [\d.]+ \(--qlora\)", lines[verdict + 1])
+    assert lines[1].startswith("does not fit: needs ")
+    assert re.fullmatch(r"  All weights .* need [\d.]+ GiB \(--lora\) or [\d.]+ \(--qlora\)", lines[2])
     assert "a step takes" not in lines[-1]
     advice = lines[-1].split()
     assert train.launch([*argv, *advice]) == 0
-    assert ": fits\n" in capsys.readouterr().out
+    assert "\nfits: needs " in capsys.readouterr().out

@@ -1,13 +1,16 @@
 """The planned time of a step beside the steps that LOG.md has of an H100 and an H200. Three of these rows gave
 the constants of train.py; the others did not. No GPU is needed: measured rows stay as they are."""
 
+import argparse
 import contextlib
 import io
+import math
 import re
 from typing import NamedTuple
 
 import conftest  # noqa: F401  (puts train.py on the path)
 import pytest
+import torch
 
 import data
 import model as lm
@@ -147,8 +150,28 @@ def test_flop_of_a_step_are_those_that_the_log_counts():
     ("L40", "L40"),
     ("H20", "H20"),
     ("A10", "A10"),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ("Quadro RTX 6000", None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
+    ("4090 mobile", "RTX 4090 Laptop"),
+    ("Quadro RTX 6000", "Quadro RTX 6000"),
+    ("TITAN RTX", "Titan RTX"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 Max-Q"),
+    ("rtx6000pro", "RTX PRO 6000"),
+    ("NVIDIA GB10", "GB10"),
+    ("DGX Spark", "GB10"),
+    ("NVIDIA B300 SXM6 AC", "B300"),
+    ("A100 80G", "A100 80GB"),
+    ("a100_40gb", "A100 40GB"),
+    ("V100 32G", "V100 32GB"),
+    ("RTX_4090", "RTX 4090"),
+    ("4070TiSuper", "RTX 4070 Ti Super"),
+    ("4060ti-16g", "RTX 4060 Ti 16GB"),
+    ("3080Ti12GB", "RTX 3080 Ti"),
+    ("H100 80 GiB", "H100"),
+    ("4090 16GB", None),
+    ("4090D", None),
+    ("Titan", None),
+    ("RTX 6000", None),
     ("H100 40GB", None),
     ("CPU", None),
     ("4", None),
@@ -187,11 +210,11 @@ def test_a_dry_run_tells_memory_and_time_of_a_card_by_name(capsys):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    ("--model llama-3.2-1b --lora --gpu T4", "no time estimate for such a card"),
-    ("--model llama-3.1-8b --lora --gpu B200", "no time estimate for such a card"),
+    ("--model llama-3.2-1b --lora --gpu T4", "no time is predicted for such a card"),
+    ("--model llama-3.1-8b --lora --gpu B200", "no time is predicted for such a card"),
     ("--model qwen3-30b-a3b --qlora --gpu L40S", "for experts on cards older than Hopper"),
-    ("--model llama-3.1-8b --fsdp2 --offload params --gpu H100", "no time estimate for an optimizer on the CPU"),
-    ("--model llama-3.1-8b --lora --precision fp32 --gpu H100", "no time estimate without bf16"),
+    ("--model llama-3.1-8b --fsdp2 --offload params --gpu H100", "no time is predicted for an optimizer on the CPU"),
+    ("--model llama-3.1-8b --lora --precision fp32 --gpu H100", "no time is predicted without bf16"),
     ("--model qwen3-4b --lora --gpu H100", "at least"),
     ("--model llama-3.1-8b --lora --fsdp2 --world 2 --gpu H100", "at least"),
     ("--model llama-3.1-8b --lora --seq_len 128 --no-compile --gpu H200", "launch-bound: the CPU"),
@@ -200,9 +223,41 @@ def test_a_time_that_is_not_to_be_trusted_is_not_told_or_is_a_bound(capsys, flag
     assert words in " ".join(dry_run(capsys, flags).split())  # lines end at 80 columns
 
 
-def test_an_unknown_card_is_refused_with_the_known_ones(capsys):
-    with pytest.raises(Exception, match=r"GTX 1080: expected one of .*RTX 3090.*--gpu_gib"):
-        train.parse_args(["--dry_run", "--gpu", "GTX 1080"])
+@pytest.mark.parametrize(("text", "words"), [
+    ("GTX 1080", r"expected one of .*RTX 3080"),
+    ("RTX 6000", r"expected one of .*Quadro RTX 6000, RTX 6000 Ada, .*RTX PRO 6000"),
+    ("H100 40GB", "expected one of H100, H100 PCIe, H100 NVL;"),
+    ("M3", "a card that is not in the table;"),
+])
+def test_an_unknown_card_is_refused_with_those_that_are_alike(text, words):
+    with pytest.raises(Exception, match=f"--gpu {text}: {words}.*--gpu_gib") as refused:
+        train.parse_args(["--dry_run", "--gpu", text])
+    assert len(str(refused.value)) < 250
+
+
+def test_a_device_whose_name_several_cards_have_is_the_one_as_large(monkeypatch):
+    ranks = argparse.Namespace(device_name="NVIDIA GeForce RTX 3080", device=None)
+    for gib in (9.8, 11.7):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, n_bytes=gib * train.GIB: (0, n_bytes))
+        assert train.card_of(ranks) == f"RTX 3080 {math.ceil(gib)}GB"
+    ranks.device_name = "CPU"
+    assert train.card_of(ranks) is None
+
+
+def test_a_card_without_bf16_is_planned_as_a_run_there(capsys):
+    """In fp16, with the kernels of such a card, whose gradients of attention need more memory."""
+    said = dry_run(capsys, "--model llama-3.2-1b --lora --gpu T4 --no-activation_checkpointing")
+    assert "the T4 has neither bf16 nor FlashAttention" in said
+    assert "--precision fp16" in said
+    needs = {}
+    for has_flash in (True, None, False):
+        run = run_of("--model llama-3.2-1b --lora --no-activation_checkpointing --precision fp16")
+        run = run._replace(has_flash=has_flash)
+        needs[has_flash] = train.planned_bytes(run, train.blocks_as_asked(run))
+    assert needs[True] < needs[False] == needs[None]
+    assert f"needs {needs[False] / train.GIB:.2f} GiB" in said
+    # what it would refuse is no advice
+    assert not [option for option in train.ladder_of(run._replace(has_flash=False)) if "bf16" in option]
 
 
 def test_with_data_all_steps_are_told_and_short_documents_cost_less(capsys, tmp_path):

@@ -83,7 +83,7 @@ def without(*names):
         train.ON_PAPER = stand_ins
 
 
-LOOPS = "mix_segments", "Tiles", "chunk_starts", "chunk_by_chunk", "bands", "regions"
+LOOPS = "mix_segments", "chunk_starts", "chunk_by_chunk", "bands", "regions", "update_"
 
 
 @pytest.mark.parametrize("row", LONG, ids=str)
@@ -307,7 +307,7 @@ def test_gated_deltanet_alone_has_float32_products(preset, setting):
     with train.on_paper(run):
         trainer = train.build(lm.on_meta(run.config, run.args), run, policy, ranks, lambda model: None)
         with Float32Products() as found:
-            train.train_step(trainer, [train.batch_on_paper(run.args, run.length)], 1)
+            train.train_step(trainer, [train.batch_on_paper(run)], 1)
     has_deltanet = "linear_attention" in run.config.layer_types
     assert found.names == ({"bmm", "baddbmm", "baddbmm_"} if has_deltanet else set())
 
