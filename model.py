@@ -1513,6 +1513,9 @@ class Tiles:
     def cut(self, *inputs):
         return list(zip(*(t.flatten(0, 1).split(self.size) for t in inputs)))
 
+    def __iter__(self):
+        return iter(range(len(self.inputs)))
+
     def run(self, i):
         return self.function(*self.read_inputs()[i])
 
@@ -1531,7 +1534,7 @@ def run_in_tiles(size, has_dropout, function, *inputs):
     run = functools.partial(checkpoint, tiles.run, use_reentrant=False, preserve_rng_state=has_dropout)
     # a recomputed block around them would count what tiles save
     with saving_as_usual():
-        out = [run(i) for i in range(len(tiles.inputs))]
+        out = [run(i) for i in tiles]
     tiles.inputs = []  # views, which would keep the inputs in memory
     # no view for autograd: FSDP2 warns of blocks that return one, because in-place operations on it go wrong
     B, T = inputs[0].shape[:2]

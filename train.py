@@ -4078,39 +4078,40 @@ def repeated(n):
 
 
 class Between(torch.autograd.Function):
-    """Stands for the segments between the first and the last one. It runs none, but allocates their results,
-    what checkpoints save for each (`carried`), and their gradients. So peaks are right: the last segment runs
-    beside all results, and the backward of the first one, which is last, beside all gradients.
+    """Stands for the pieces of a loop between the first and the last one. It runs none, but allocates their
+    results, what checkpoints save for each (`carried`), and their gradients. So peaks are right: the last
+    piece runs beside all results, and the backward of the first one, which is last, beside all gradients.
 
-    In the backward comes the last segment, once; then Between, which raises the factor of what follows to
-    n + 1; then the first segment; and when that has its last gradient, end_repeats()."""
+    In the backward comes the last piece, once; then Between, which raises the factor of what follows to
+    n + 1; then the first piece; and when that has its last gradient, end_repeats()."""
 
     @staticmethod
-    def forward(ctx, n, results, carried, _, *tensors):
+    def forward(ctx, n, results, carried, n_bytes, _, *tensors):
         ctx.n = n
+        ctx.left = torch.empty(n_bytes, dtype=torch.uint8, device=META)
         ctx.save_for_backward(*tensors, *[t.new_empty(n - 1, *t.shape) for t in carried])
         return tuple(torch.empty(shape, dtype=dtype, device=META) for shape, dtype in results)
 
     @staticmethod
     def backward(ctx, *_):
-        LiveBytes.times *= ctx.n + 1  # the first segment is next
-        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[4:])
-        return None, None, None, None, *(torch.empty_like(t) if needs else None for t, needs in wanted)
+        LiveBytes.times *= ctx.n + 1  # the first piece is next
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[5:])
+        return None, None, None, None, None, *(torch.empty_like(t) if needs else None for t, needs in wanted)
 
 
-def between(n, out, carried, tokens, first):
-    """-> what n segments of some tokens return: as many rows, and what they carry on. out: the result of the
-    first segment, whose tokens are `first`."""
-    shapes = [((len(tokens[0]), *out.shape[1:]), out.dtype)]
+def between(n, results, carried, pieces, first, n_bytes=0):
+    """-> what n pieces return. results: those of the first piece, whose inputs are `first`. n_bytes: what the
+    pieces leave in their graph, but not as saved tensors, such as the routes of experts."""
+    shapes = [((len(pieces[0]), *t.shape[1:]), t.dtype) for t in results]
     shapes += [(t.shape, t.dtype) for t in carried]
     # parameters may be all that is trained
-    marker = torch.empty(0, device=META, requires_grad=torch.is_grad_enabled() and out.requires_grad)
-    out, *carried = Between.apply(n, shapes, carried, marker, *carried, *tokens)
+    marker = torch.empty(0, device=META, requires_grad=torch.is_grad_enabled() and results[0].requires_grad)
+    out = Between.apply(n, shapes, carried, n_bytes, marker, *carried, *pieces)
     inputs = [t for t in first if t.requires_grad]
-    if out.requires_grad and inputs:  # else the next phase ends what the backward begins
-        # the backward of the first segment has ended when the gradient of its last input is there
+    if out[0].requires_grad and inputs:  # else the next phase ends what the backward begins
+        # the backward of the first piece has ended when the gradient of its last input is there
         inputs[-1].register_hook(functools.partial(end_repeats, n + 1))
-    return out, *carried
+    return out
 
 
 def end_repeats(n, _):
@@ -4118,12 +4119,12 @@ def end_repeats(n, _):
 
 
 def ends_of(n_tokens, size):
-    """-> [tokens of the first segment, of all between, of the last one], number of segments between."""
+    """-> [tokens of the first piece of a loop, of all between, of the last one], number of pieces between."""
     n = nf4.ceil_div(n_tokens, size) - 2
     return [size, n * size, n_tokens - (n + 1) * size], n
 
 
-FEW = 10  # segments, which all run: what is left out would be up to 3 % of a small model
+FEW = 10  # pieces, which all run: what is left out would be up to 3 % of a small model
 
 
 def segments_on_paper(run_all, mix, size, tokens, tail_JX, state_HKP, w_XJ):
@@ -4134,9 +4135,42 @@ def segments_on_paper(run_all, mix, size, tokens, tail_JX, state_HKP, w_XJ):
     first, middle, last = zip(*(t.split(sizes) for t in tokens))
     with repeated(n + 1):
         out, *carried = mix(*first, tail_JX, state_HKP, w_XJ)
-    out_between, *carried = between(n, out, carried, middle, first)
+    out_between, *carried = between(n, [out], carried, middle, first)
     out_last, *carried = mix(*last, *carried, w_XJ)
     return torch.cat([out, out_between, out_last]), *carried
+
+
+class TilesOnPaper(lm.Tiles):
+    """Only the first and the last of many tiles run."""
+
+    def cut(self, *inputs):
+        sizes, self.n = ends_of(inputs[0].shape[:2].numel(), self.size)
+        return list(zip(*(t.flatten(0, 1).split(sizes) for t in inputs)))
+
+    def __iter__(self):
+        before = LiveBytes.now.alive
+        with repeated(self.n + 1):
+            yield 0
+        self.left = LiveBytes.now.alive - before - self.n_bytes
+        yield from (1, 2)
+
+    def run(self, i):
+        if i == 1:
+            first, middle, _ = self.read_inputs()
+            return between(self.n, self.results, [], middle, first, self.n * max(self.left, 0))
+        out = super().run(i)
+        # of whole storages: a result may be a view
+        storages = {id(t.untyped_storage()) for t in out}
+        self.n_bytes = sum(LiveBytes.now.sizes.get(storage, 0) for storage in storages)
+        # without memory
+        self.results = [torch.empty_like(t[:0], requires_grad=t.requires_grad) for t in out]
+        return out
+
+
+def tiles_on_paper(all_tiles, function, size, *inputs):
+    """all_tiles, which is Tiles, or TilesOnPaper if there are many."""
+    is_long = inputs[0].shape[:2].numel() > (FEW - 1) * size
+    return (TilesOnPaper if is_long else all_tiles)(function, size, *inputs)
 
 
 def once_for_each_form(update_):
@@ -4171,6 +4205,7 @@ ON_PAPER = [
     (lm, "runs_flash_attention", has_flash_on_paper),
     (lm, "shares_key_heads", has_flash_on_paper),
     (lm, "mix_segments", functools.partial(segments_on_paper, lm.mix_segments)),
+    (lm, "Tiles", functools.partial(tiles_on_paper, lm.Tiles)),
     (lm, "chunk_starts", first_of(lm.chunk_starts, 2)),  # the second one adds to the gradient of the head
     (lm, "chunk_by_chunk", first_of(lm.chunk_by_chunk)),
     (nf4, "bands", first_of(nf4.bands)),
@@ -5244,7 +5279,7 @@ def dry_run(args, argv=()):
     data.say(f"planning {args.model}")
     alike = [card.gib for card in CARDS.values() if card.gb == args.gpu_gib]
     if alike:
-        data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {alike[0]}")
+        data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {max(alike)}")
     if args.gpu and not CARDS[args.gpu].has_bf16:
         data.say(f"note: the {args.gpu} has neither bf16 nor FlashAttention: this is the plan of --precision "
                  f"{args.precision}")

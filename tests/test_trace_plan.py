@@ -83,7 +83,7 @@ def without(*names):
         train.ON_PAPER = stand_ins
 
 
-LOOPS = "mix_segments", "chunk_starts", "chunk_by_chunk", "bands", "regions", "update_"
+LOOPS = "mix_segments", "Tiles", "chunk_starts", "chunk_by_chunk", "bands", "regions", "update_"
 
 
 @pytest.mark.parametrize("row", LONG, ids=str)
