@@ -3738,7 +3738,13 @@ class LiveBytes:
         self.peaks[phase] = max(self.peaks.get(phase, 0), self.alive)
 
     def run(self, func, types, args, kwargs):
-        """Calls an operator, and counts what it makes. types: of arguments that are no plain tensors."""
+        """Calls an operator, and counts what it makes. types: of arguments that are no plain tensors.
+
+        Each kind of operator returns by itself. The order counts: DTensor may call what writes only, and its
+        operators must not reach what reads a plain tensor.
+
+            a view | what writes only | FSDP2's DTensors | a copy to host memory | a number for the host
+            a sum of two gradients | all others, where a copy has no work but the bus's"""
         name = func._opname
         if func.is_view and not types:
             return func(*args, **kwargs)
@@ -4174,8 +4180,8 @@ def tiles_on_paper(all_tiles, function, size, *inputs):
 
 
 def once_for_each_form(update_):
-    """CompactAdamW.update_(), which is run for the first of the weights of one form. The update of another one
-    needs as much memory beside what is there, and is as much work."""
+    """CompactAdamW.update_(), which is run for the first weight of each form. The update of another one needs
+    as much memory beside what is there, and is as much work."""
 
     def update_on_paper_(optimizer, p, lr, weight_decay):
         live = LiveBytes.now
@@ -4465,12 +4471,11 @@ def extrapolate(run, policy):
     #
     # Neighbors of a block are in memory with it, and copies to and from the host are two blocks ahead. If
     # that does not explain the numbers, the first blocks may be without adapters.
-    margins = [(2, 1), (2, 2), (3, 2), (2 + period, 2)]  # (below, above)
-    if run.args.offload:
-        margins = margins[1:]
     if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
-        margins = []
-    for below, above in margins:
+        return trace(run, policy)
+    for below, above in [(2, 1), (2, 2), (3, 2), (2 + period, 2)]:
+        if run.args.offload and above == 1:
+            continue
         n_more = (n_layers - below - above) // period - 1
         if n_more < 1:
             break
@@ -4530,43 +4535,52 @@ def joined(few, blocks, traced_as):
     """-> Trace of all blocks: block i, which keeps blocks[i], is as block traced_as[i] in few[blocks[i]]. A
     phase starts with the bytes at the start of the phase before it, and the growth of that one."""
     bottom = few[blocks[0]]
-    owned = {i: few[kept].owned[image] for i, (kept, image) in enumerate(zip(blocks, traced_as))}
+    owned = {i: few[kept].owned[twin] for i, (kept, twin) in enumerate(zip(blocks, traced_as))}
     step = Trace({}, {}, {}, {}, {-1: few[blocks[-1]].owned[-1], **owned})
     more = {where: bytes_by_kind(step, where).total() - bytes_by_kind(bottom, where).total()
             for where in ("gpu", "host")}
     start = Counter(next(iter(bottom.starts.values())))
     start.update(more)
-    n_states, n_few_states = (sum(bytes_by_kind(each, where)["optimizer"] for where in ("gpu", "host"))
-                              for each in (step, bottom))
-    n_few = len(bottom.owned) - 1
     n_forwards = max(phase.n_forward for phase in bottom.starts)
     for (n_forward, direction, module), phases in itertools.groupby(bottom.starts, lambda phase: phase[:3]):
         if module == "block":
             numbers = range(len(blocks)) if direction == "forward" else reversed(range(len(blocks)))
             phases = [Phase(n_forward, direction, module, i) for i in numbers]
         for phase in phases:
-            image = phase
+            twin = phase
             kept = blocks[-1 if module == "head" else 0]
             if module == "block":
-                image = phase._replace(block=traced_as[phase.block])
+                twin = phase._replace(block=traced_as[phase.block])
                 kept = blocks[phase.block]
-            if image not in few[kept].starts:  # no backward, because no adapter is in a block below
+            if twin not in few[kept].starts:  # no backward, because no adapter is in a block below
                 continue
             if module == "update" and n_forward == n_forwards:  # all else is free, whenever it was freed
                 gradients = start["gradients"] - bottom.starts[phase]["gradients"]
                 start["gpu"] = bottom.starts[phase]["gpu"] + more["gpu"] + gradients
             step.starts[phase] = Counter(start)
-            step.peaks[phase] = start["gpu"] + few[kept].peaks[image] - few[kept].starts[image]["gpu"]
-            step.work[phase] = few[kept].work[image]
+            step.peaks[phase] = start["gpu"] + few[kept].peaks[twin] - few[kept].starts[twin]["gpu"]
+            step.work[phase] = few[kept].work[twin]
             if module == "update":
-                step.work[phase] = Counter()
-                for (kernel, unit), n in few[kept].work[image].items():
-                    times = (n_states or 1) / (n_few_states or 1)
-                    if unit == "launches":  # for each weight, or few that read all weights
-                        times = len(blocks) / n_few if n >= n_few else 1
-                    step.work[phase][kernel, unit] = round(times * n)
-            start.update(few[kept].growth.get(image, {}))
+                step.work[phase] = work_of_update(few[kept], step, twin)
+            start.update(few[kept].growth.get(twin, {}))
     return step
+
+
+def work_of_update(few, step, phase):
+    """The work of an update of all blocks, from that of few: it grows with the states of the optimizer."""
+
+    def state_bytes(each):
+        return sum(bytes_by_kind(each, where)["optimizer"] for where in ("gpu", "host"))
+
+    n_few = len(few.owned) - 1
+    growth = (state_bytes(step) or 1) / (state_bytes(few) or 1)
+    amounts = Counter()
+    for (kernel, unit), n in few.work[phase].items():
+        times = growth
+        if unit == "launches":  # for each weight, or few that read all weights
+            times = (len(step.owned) - 1) / n_few if n >= n_few else 1
+        amounts[kernel, unit] = round(times * n)
+    return amounts
 
 
 # ---- the time of a step
@@ -4924,10 +4938,13 @@ def batch_on_paper(run):
 class Kept(NamedTuple):
     """What a block keeps from its forward to its backward, and where its weights are."""
 
-    recomputed: bool = False  # only its input: the backward runs it again
-    attention: bool = False  # and, if it is recomputed, the output of attention, which does not run again
-    weights: bool = False  # dequantized NF4 weights, in 16 bits
-    resident: bool = False  # on the GPU, where --offload params moves the frozen weights of other blocks
+    # Only its input: the backward runs it again. The first blocks, as the last ones' memory is free soonest.
+    recomputed: bool = False
+    attention: bool = False  # also the output of attention, which does not run again: the last of these
+    weights: bool = False  # dequantized NF4 weights, in 16 bits: the last blocks
+    # On the GPU, where --offload params moves the frozen weights of other blocks. Those are the last block,
+    # and others spread evenly, so that a copy hides behind the resident blocks between two of them, too.
+    resident: bool = False
 
 
 class BlockPolicy(NamedTuple):
@@ -4948,9 +4965,7 @@ class BlockPolicy(NamedTuple):
 
 
 def policy_of(n_layers, n_recomputed, n_weights_kept=0, n_attention_kept=0, n_resident=0, segment=lm.SEGMENT):
-    """-> BlockPolicy. The first blocks are recomputed, because what the last ones keep is free again soonest;
-    the last of them keep attention's output. The last blocks keep their weights. Streamed are the last block,
-    and others spread evenly, so that a copy hides behind the resident blocks between two of them, too."""
+    """-> BlockPolicy of so many blocks each. Kept says which blocks these are."""
 
     def n_streamed_below(i):
         return i * (n_layers - n_resident) // n_layers
@@ -5014,7 +5029,13 @@ def choose_blocks(run, room):
 
 
 def choices_for(run):
-    """-> [arguments of policy_of()] that the flags leave open, the fastest and largest first."""
+    """-> [arguments of policy_of()] that the flags leave open, the fastest and largest first:
+
+        all tokens of Gated DeltaNet at once    with all that follows; shorter segments with the last choice
+        all frozen weights on the GPU           with all that follows; then of fewer blocks, then of none
+        no block recomputed                     dequantized NF4 weights kept of all, of fewer, of no blocks
+        more and more blocks recomputed         all keep the outputs of their attention
+        all blocks recomputed                   fewer and fewer keep it"""
     args = run.args
     n_layers = run.config.num_hidden_layers
     asked = blocks_as_asked(run)

@@ -748,6 +748,82 @@ def check_no_flag_is_turned_the_wrong_way(run, options):
         assert rows_of_a_step(after) == rows_of_a_step(before)
 
 
+def test_no_flag_is_taken_out_that_lets_host_memory_grow(monkeypatch):
+    """Bytes of four options, of which the last two suffice on the GPU, and the second one halves host memory."""
+    saves = {"a": 1, "b": 2, "c": 30, "d": 60}
+
+    def need_with(_, options):
+        on_host = (200 if "d" in options else 0) / (2 if "b" in options else 1)
+        return train.Need(100 - sum(saves[option] for option in options), on_host)
+
+    monkeypatch.setattr(train, "ladder_of", lambda run: list(saves))
+    monkeypatch.setattr(train, "usable", lambda run, options: options)
+    monkeypatch.setattr(train, "need_with", need_with)
+    assert train.climb(None, 11) == (["b", "c", "d"], train.Need(8, 100))
+    # nothing fits: what would lower the peak by less than 1 % is left out
+    saves["a"] = 0
+    assert train.climb(None, 5) == (["b", "c", "d"], train.Need(8, 100))
+
+
+def test_flags_that_an_advice_replaces_are_said():
+    options = ["--batch_size 1 --grad_accum 4", "--optim adamw8bit", "--chunked_ce --ce_chunk 256", "--offload params"]
+    argv = "--model x --batch_size 4 --no-chunked_ce --optim=adamw --grad_accum 4 --offload activations --lora".split()
+    assert train.flags_replaced(argv, options) == ["--batch_size 4", "--optim adamw", "--no-chunked_ce"]
+    assert train.flags_replaced(["--lora"], options) == []
+
+
+def test_adapters_on_one_card_are_told_of_four_bits_before_weights_in_host_memory():
+    args = train.parse_args(["--model", "qwen3-0.6b", "--lora", "--batch_size", "4", "--dry_run"])
+    args.precision = "mixed"
+    run = train.RunSpec(args, config_of("qwen3-0.6b"), 1, 4096)
+    ladder = train.ladder_of(run)
+    assert ladder.index("--qlora") < ladder.index("--fsdp2 --offload params")
+    # the same step, and nothing goes over the bus
+    by_row = ladder.index("--batch_size 1 --grad_accum 4")
+    assert by_row < min(i for i, option in enumerate(ladder) if "offload" in option or "tiled" in option)
+    short = train.ladder_of(run._replace(length=1024))
+    assert short.index("--batch_size 1 --grad_accum 4") > short.index("--optim adamw8bit")
+    of_ranks = train.ladder_of(run._replace(world=2))
+    assert of_ranks.index("--qlora") > of_ranks.index("--fsdp2 --offload params")
+
+
+def test_a_plan_that_hardly_fits_says_so():
+    run = planned(["--model", "qwen3-0.6b", "--lora", "--seq_len", 256, "--activation_checkpointing", "all"],
+                  lm.parse_config(data.PRESETS["qwen3-0.6b"] | {"num_hidden_layers": 2}), 1).run
+    policy = train.blocks_as_asked(run)
+    need = train.planned_bytes(run, policy)
+    first = [next(train.describe_plan(run, policy, room)) for room in (need * 1.1, need * 1.01)]
+    assert first[0].startswith("fits: needs ")
+    assert first[1].startswith("fits, but only just: needs ")
+
+
+def test_short_documents_need_more_in_the_backward_of_flash_attention():
+    config = lm.parse_config(data.PRESETS["qwen3-0.6b"] | {"num_hidden_layers": 1})
+    run = planned(["--model", "qwen3-0.6b", "--lora", "--seq_len", 2048, "--ce_chunk", 64], config, 1).run
+    policy = train.blocks_as_asked(run)
+    # so many that attention is the peak of a block
+    some, many = (train.trace(run._replace(documents=n), policy) for n in (100, 200))
+    block = next(phase for phase in some.peaks if phase[1:] == ("backward", "block", 0))
+    more = many.peaks[block] - some.peaks[block]
+    # 128 tokens for each document, of float32 dq and of the sums
+    assert more == pytest.approx(100 * 128 * 4 * (config.q_size + config.num_attention_heads), rel=0.02)
+
+
+def test_offloaded_activations_of_one_micro_batch_are_in_host_memory():
+    config = lm.parse_config(data.PRESETS["qwen3-0.6b"] | {"num_hidden_layers": 4})
+    argv = ["--model", "qwen3-0.6b", "--lora", "--seq_len", 4096, "--offload", "activations", "--grad_accum"]
+    one, two = (planned([*argv, n], config, 1).host["activations"] for n in (1, 2))
+    assert one == two
+
+
+def test_host_memory_is_that_of_all_ranks_of_a_machine(monkeypatch):
+    monkeypatch.setattr(train, "allowed_memory", lambda: 60 * train.GIB)
+    run = train.RunSpec(None, None, 16, 1024)
+    text = train.describe_host(run, 8 * train.GIB)
+    assert text == "64.00 GiB of host memory for the 8 ranks of a machine (this machine has 60)"
+    assert train.describe_host(run._replace(world=1), 2 * train.GIB) == "2.00 GiB of host memory"
+
+
 def test_host_memory_that_few_machines_have_is_said():
     assert train.comment_on_host(10) == ""
     assert "this machine has" in train.comment_on_host(2**60)
