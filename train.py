@@ -4654,40 +4654,34 @@ CARDS = {  # see cards_named()
     "RTX 4500 Ada": Card(24, 23.5, 159, 432, 25, 25, 97),
     "RTX 5000 Ada": Card(32, 31.3, 261, 576, 25, 25, 150),
     "RTX 6000 Ada": Card(48, 47.4, 364, 960, 25, 25, 200),
-    "RTX PRO 4000": Card(24, 23.5),
-    "RTX PRO 4500": Card(32, 31.3),
-    "RTX PRO 5000 48GB": Card(48, 47.3),
-    "RTX PRO 5000 72GB": Card(72, 71.0),
     "RTX PRO 6000": Card(96, 94.97, 504, 1792, 55, 55, 275),
-    "RTX PRO 6000 Max-Q": Card(96, 94.97),
-    "GB10": Card(128, 119.2),  # of a DGX Spark, shared with the host
     "T4": Card(16, 14.6, 65, 320, 12, 12, 0, has_bf16=False),
     "V100 16GB": Card(16, 15.7, 125, 900, 12, 150, 0, has_bf16=False),
     "V100 32GB": Card(32, 31.7, 125, 900, 12, 150, 0, has_bf16=False),
     "A10": Card(24, 22.0, 125, 600, 25, 25, 77),
     "A10G": Card(24, 22.1, 70, 600, 25, 25, 45),
-    "A30": Card(24, 23.5),
     "A40": Card(48, 44.4, 150, 696, 25, 25, 92),
     "L4": Card(24, 22.0, 121, 300, 25, 25, 67),
     "L40": Card(48, 44.4, 181, 864, 25, 25, 110),
     "L40S": Card(48, 44.4, 362, 864, 25, 25, 200),
     "A100 40GB": Card(40, 39.4, 312, 1555, 25, 300, 190),
     "A100 80GB": Card(80, 79.2, 312, 2039, 25, 300, 190),
-    "A800 40GB": Card(40, 39.4),
-    "A800 80GB": Card(80, 79.2),
     "H20": Card(96, 95.0, 148, 4000, 55, 450, 120),
     "H100": Card(80, 79.2, 989, 3350, 55, 450, 285),
     "H100 PCIe": Card(80, 79.2, 756, 2000, 55, 55, 215),
     "H100 NVL": Card(94, 93.1, 835, 3900, 55, 300, 240),
-    "H800": Card(80, 79.2),
     "H200": Card(141, 139.8, 989, 4800, 55, 450, 285),
-    "H200 NVL": Card(141, 139.8),
     "GH200": Card(96, 94.5, 989, 4000, 200, 450, 285),
     "B200": Card(180, 178.4, 2250, 8000, 55, 900, 0),
-    "GB200": Card(186, 184.3),
-    "B300": Card(288, 267.7),
-    "GB300": Card(288, 276.8),
 }
+# {name: (GB, GiB)} of cards whose other figures were not found in two published tables. A GB10, that of a DGX
+# Spark, shares its memory with the host.
+CARDS |= {name: Card(gb, gib) for name, (gb, gib) in {
+    "RTX PRO 4000": (24, 23.5), "RTX PRO 4500": (32, 31.3), "RTX PRO 5000 48GB": (48, 47.3),
+    "RTX PRO 5000 72GB": (72, 71.0), "RTX PRO 6000 Max-Q": (96, 94.97), "GB10": (128, 119.2),
+    "A30": (24, 23.5), "A800 40GB": (40, 39.4), "A800 80GB": (80, 79.2), "H800": (80, 79.2),
+    "H200 NVL": (141, 139.8), "GB200": (186, 184.3), "B300": (288, 267.7), "GB300": (288, 276.8),
+}.items()}
 # {name: its GB} of a notebook: less than the desktop card of the same number has
 OF_LAPTOPS = {
     "RTX 3050 Laptop 4GB": 4, "RTX 3050 Laptop 6GB": 6, "RTX 3050 Ti Laptop": 4, "RTX 3060 Laptop": 6,
