@@ -5194,7 +5194,8 @@ def advise(run, room, argv):
     replaced_flags = flags_replaced(argv, options)
     if replaced_flags:
         yield f"    (in place of {' '.join(replaced_flags)})"
-    yield f"    {' '.join(options) or 'the flags that it has'}"
+    flags = textwrap.wrap(" ".join(options) or "the flags that it has", 74, break_on_hyphens=False)
+    yield "    " + " \\\n    ".join(flags)  # as a shell reads it
 
 
 def flags_replaced(argv, options):
@@ -5296,8 +5297,9 @@ def dry_run(args, argv=()):
     if alike:
         data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {max(alike)}")
     if args.gpu and not CARDS[args.gpu].has_bf16:
-        data.say(f"note: the {args.gpu} has neither bf16 nor FlashAttention: this is the plan of --precision "
-                 f"{args.precision}")
+        text = (f"note: the {args.gpu} has neither bf16 nor FlashAttention: this is the plan of --precision "
+                f"{args.precision}")
+        data.say(textwrap.fill(text, 80, subsequent_indent="  "))
     try:
         opened = open_config(args, world, device=None, random_init=True)
         has_flash = CARDS[args.gpu].has_bf16 if args.gpu else None
