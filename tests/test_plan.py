@@ -847,6 +847,6 @@ def test_dry_run_is_at_most_80_columns_wide_and_its_advice_is_typed_as_it_stands
     assert lines[1].startswith("does not fit: needs ")
     assert re.fullmatch(r"  All weights .* need [\d.]+ GiB \(--lora\) or [\d.]+ \(--qlora\)", lines[2])
     assert "a step takes" not in lines[-1]
-    advice = said.split(", with\n")[-1].replace("\\\n", "").split()
+    advice = re.split(r",\s+with\n", said)[-1].replace("\\\n", "").split()
     assert train.launch([*argv, *advice]) == 0
     assert "\nfits: needs " in capsys.readouterr().out
