@@ -158,7 +158,7 @@ def main(argv, progress, exits):
     # after the data, because the longest row decides how much is recomputed
     run = RunSpec(args, config, ranks.world, loader.longest, has_flash, documents_in_a_row(loader))
     room = limit_gpu(args.gpu_gib, ranks)
-    policy, planned = plan_run(run, room, steps, mean_length(loader), ranks)
+    policy, planned = plan_run(run, room, steps, mean_length(loader), ranks, argv)
     print_start(argv, run, model, tokenizer.new_ids, policy, ranks)
     for line in planned:
         ranks.say(line)
@@ -4982,7 +4982,7 @@ def blocks_as_asked(run):
     return policy_of(n_layers, min(n_recomputed, n_layers), n_resident=min(n_resident, n_layers))
 
 
-def plan_run(run, room, steps, length, ranks):
+def plan_run(run, room, steps, length, ranks, argv=()):
     """-> (BlockPolicy, [lines on the memory and the time of a step on a GPU, for rank 0]). Collective. A run
     does not end because of its plan: if a rank cannot trace a step, all take the policy that needs the least
     memory, and the lines say why. steps and length: see describe_time()."""
@@ -4992,7 +4992,7 @@ def plan_run(run, room, steps, length, ranks):
     try:
         policy = choose_blocks(run, room)
         if ranks.device.type == "cuda" and ranks.rank == 0:
-            lines = list(describe_plan(run, policy, room))
+            lines = list(describe_plan(run, policy, room, argv))
             card = card_of(ranks)
             if card and planned_bytes(run, policy) <= room:
                 time_text = describe_time(run, policy, card, steps, length)

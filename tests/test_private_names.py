@@ -78,7 +78,7 @@ def test_ranks_agree_where_one_cannot_plan(monkeypatch):
 
     chosen, lines = train.plan_run(run, room, 5, None, ranks(None))
     assert chosen.count("recomputed") == 0
-    assert "memory plan" in lines[0] and "a step takes" in lines[-1]
+    assert lines[0].startswith("fits: needs ") and "a step takes" in lines[-1]
 
     least = train.blocks_as_asked(run)
     other_fails = train.plan_run(run, room, 5, None, ranks("rank 1 cannot"))
