@@ -317,7 +317,12 @@ MAX_RENDER_S = 2  # seconds of CPU time that this may take
 GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
+# what other models write around a thought, at the beginning of an answer
+OTHER_TAG = re.compile(r"\s*([<\[]\|?(?:think\w*|thoughts?|reason\w*)\|?[>\]])", re.IGNORECASE)
 SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
+THINK = "<think>", "</think>"
+# how a row may state a thought: in a field, in the content between tags, or (R1's) up to the second tag
+THOUGHT_FORMS = "field", "tags", "end"
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 # What a result gets from its model's folder: other files may be private, or about other weights.
 COPIED_FILES = (
@@ -398,36 +403,14 @@ def cpu_time_limit(seconds):
 class Text(NamedTuple):
     """A text to train on, which becomes a document. Most examples become one, pairs two."""
 
-    text: str | None  # None: the example spells a special token, and is not used
+    text: str | None  # None: the example is not used
     spans: list | None = None  # [(start, stop)] of the characters to train on; None: all of them
     form: str = "text"  # the format of the example, one of FORMATS
     is_chat: bool = False  # a template has written it, with BOS, EOS and the ends of turns
     turns: list = ()  # the numbers of the messages that are trained on in this text
     is_further: bool = False  # it has answers that the example's first text rewrites
     hash: int = 0  # hash_of_text() of the example's first text
-
-
-class Thoughts:
-    """How the prompt for an answer ends: with <think>, with an empty thought (the model is not to think), or
-    with neither. opens: whether it asks for a thought. prompts: as it is, and without this thought."""
-
-    empty = re.compile(r"<think>\s*</think>\n*")
-    empty_in_answer = re.compile(r"(<think>)?\s*</think>\n*")  # if the prompt may have its <think>
-
-    def __init__(self, prompt):
-        thought = re.search(r"(<think>\n?)\s*(</think>\s*)?\Z", prompt)
-        self.opens = bool(thought) and not thought[2]
-        self.prompts = [prompt]
-        if thought:
-            # small Qwen3.5 models drop the empty thought of the prompt, DeepSeek's distilled ones any thought
-            self.prompts += [prompt[: thought.end(1)], prompt[: thought.start()]]
-
-    def after(self, text, start, stop):
-        """The span of an answer without an empty thought that the prompt ends in: the model never says it."""
-        thought = self.empty_in_answer.match(text, start, stop)
-        if thought and self.prompts[0].endswith(thought[0]):
-            start = thought.end()
-        return start, stop
+    dropped: str = ""  # why the example is not used
 
 
 def is_in(part, text):
@@ -502,10 +485,18 @@ def read_tokenizer(folder):
         entries = [tokenizers.AddedToken(**entries[number]) for number in sorted(entries, key=int)]
     with errors_of(path):
         core = tokenizers.Tokenizer.from_file(str(path))
+        special = [token for token in special if not is_ordinary(core, token)]
         core.add_tokens(entries)
         known = {token.content for token in core.get_added_tokens_decoder().values()}
         core.add_special_tokens([token for token in special if token not in known])
     return core, config, named, special
+
+
+def is_ordinary(core, token):
+    """Whether plain text has this token, too: pad_token may be "!", which is Llama 3's token 0."""
+    if token.isalnum():
+        return [piece.value for piece in core.model.tokenize(token)] == [token]
+    return len(token) == 1 and token.isascii()
 
 
 def text_of_token(key, token):
@@ -521,7 +512,18 @@ def read_template(path):
         raise ValueError(f"--chat_template {path}: no such file. Without this flag the model's own template "
                          "is used, or ChatML")
     with errors_of(f"chat template ({path})"):
-        return Path(path).read_text("utf-8-sig")
+        text = Path(path).read_text("utf-8-sig")
+        found = from_json(text)  # of tokenizer_config.json, or of a processor
+        return found.get("chat_template") if isinstance(found, dict) else found
+
+
+def named_templates(found):
+    """A text, or several with names, as a list or an object -> {"default": text, maybe "tool_use"}."""
+    if isinstance(found, list):
+        found = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}
+    elif not isinstance(found, dict):
+        found = {"default": found}
+    return {"default": None} | {name: found[name] for name in TEMPLATE_FILES if name in found}
 
 
 def templates_in(folder):
@@ -531,11 +533,8 @@ def templates_in(folder):
         return files["default"], {name: read_template(file) for name, file in files.items() if file.exists()}
     for name in ("chat_template.json", "tokenizer_config.json"):
         found = read_json(folder / name, optional=True).get("chat_template")
-        if isinstance(found, list):  # several with names, such as "tool_use" and "rag"
-            named = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}
-            return name, {"default": None} | {key: named[key] for key in files if key in named}
         if found is not None:
-            return name, {"default": found}
+            return name, named_templates(found)
     return None, {}
 
 
@@ -588,11 +587,14 @@ def code_of(folder):
 class Tokenizer:
     """The tokens and the chat template of a model folder. Main thread only: a signal stops slow templates.
 
+    train_on           "targets", "whole", "all" or "pairs": see --train_on, and --dpo
     bos_ids, eos_ids   the ids around a plain text
     stop_ids           the ids that end an answer
     markers            texts of the tokens that templates write around turns; is_marker [V]: which ids are
     reserved           regex of what messages must not contain: the markers, but not other special tokens
     template_reads     the variables that templates look up; template_words: all names in them
+    tags, thought      what is around a thought, and the part of one that prompts end in, "" if there is none
+    thought_forms      those of THOUGHT_FORMS that the template reads
     variables          what templates see beside the messages; example_variables: see for_example()
     changed            {file: its dict}: save() writes them in place of the folder's own
     made_of            all that tokens and masks depend on: it names their folder in the cache"""
@@ -604,24 +606,24 @@ class Tokenizer:
         self.path = self.folder / "tokenizer.json"
         core, config, self.variables, special = read_tokenizer(self.folder)
         self.example_variables = {}
-        self.changed = {}
-        outdated = {"chat_template"}  # what tokenizer_config.json loses: it stands in a file of its own
         self.code = code_of(self.folder)
+        outdated = ["chat_template"]  # it stands in a file of its own
         if not self.code:
-            outdated.add("auto_map")
+            outdated.append("auto_map")
+        self.changed = {}
         with errors_of(self.path):
             self.new_ids = add_new_tokens_(core, new_tokens or ())
             if new_tokens:
                 self.changed[self.path.name] = json.loads(core.to_str())
                 # transformers 5 would add no other tokens than those of this list; tokenizer.json has all
-                outdated.add("added_tokens_decoder")
+                outdated.append("added_tokens_decoder")
             special = self.load_core(core, config, special)
-        if outdated & config.keys():
-            self.changed["tokenizer_config.json"] = {
-                key: value for key, value in config.items() if key not in outdated}
+        self.changed["tokenizer_config.json"] = {
+            key: value for key, value in config.items() if key not in outdated}
         self.load_templates(template_file, adapter_folder, template_args or {})
+        self.try_thoughts()
         end_of_turn, written = self.try_template()
-        self.thoughts = self.thoughts_of_prompt()
+        self.thought = self.thought_of_prompt()
         turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
         of_texts = {*self.bos_ids, *self.eos_ids}
         of_texts |= {self.core.token_to_id(self.variables.get(name, "")) for name in NAMED_TOKENS}
@@ -644,7 +646,7 @@ class Tokenizer:
         added = core.get_added_tokens_decoder()
         self.added = tuple(token.content for token in added.values())
         special = {number: token for number, token in added.items()
-                   if token.special or token.content in names}
+                   if (token.special or token.content in names) and not is_ordinary(core, token.content)}
         # Llama 2 normalizes its special tokens and so finds them only after a blank (transformers #23833)
         as_written = [tokenizers.AddedToken(**(token.__getstate__() | {"normalized": False}))
                       for token in special.values()]
@@ -671,24 +673,19 @@ class Tokenizer:
 
     def complete_stops(self, turn_ends):
         """Adds ids that end a turn to generation_config.json -> all ids. Muse Glimmer's end is no EOS."""
-        path = self.folder / "generation_config.json"
-        generation = read_json(path, optional=True)
-        generation = {key: value for key, value in generation.items() if value is not None}
+        generation = read_json(self.folder / "generation_config.json", optional=True)
         config = read_json(self.folder / "config.json", optional=True)
         config = (config.get("text_config") or {}) | config
-        ids = generation.get("eos_token_id", config.get("eos_token_id"))
-        if not isinstance(ids, list):
-            ids = [ids]
-        ids = {one for one in ids if isinstance(one, int)}
+        ids = generation.get("eos_token_id") or config.get("eos_token_id") or []
+        ids = turn_ends | {one for one in np.atleast_1d(ids).tolist() if isinstance(one, int)}
         # also if the base has no such file: a later merge reads final/, and no config.json
-        if turn_ends - ids or (ids and not path.exists()):
-            self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(turn_ends | ids)}
-        return turn_ends | ids
+        self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(ids)}
+        return ids
 
     def load_templates(self, template_file, adapter_folder, template_args):
         """Compiles --chat_template, or else the adapter's templates, or else the model's, or else ChatML."""
         where = template_file
-        found = {"default": read_template(template_file)} if template_file else {}
+        found = named_templates(read_template(template_file)) if template_file else {}
         for folder in (adapter_folder, self.folder):  # an adapter may have another one than its base
             if folder and not found:
                 where, found = templates_in(Path(folder))
@@ -742,7 +739,8 @@ class Tokenizer:
         self.templates = {name: env.from_string(defaults + text) for name, text in named.items()}
 
     def try_template(self):
-        """-> (the token after an answer, as text; the templates' texts and all that they write in trials)"""
+        """-> (the token after an answer, as text; the templates' texts and all that they write in trials,
+        without the tokens that they write inside of answers alone, such as <think> or [TOOL_CALLS])"""
         end = self.default_end
         written = "".join(self.template_texts.values())
         conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
@@ -754,13 +752,91 @@ class Tokenizer:
                 _, is_there, behind = text.rpartition(MARK)
                 if is_there:
                     end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
+        call = {"type": "function", "id": "a" * 9, "function": {"name": "a", "arguments": {}}}
+        answers = self.try_answer(self.state_thought("field", MARK, MARK))
+        answers += self.try_answer({"content": "", "tool_calls": [call]}).rstrip()
+        with contextlib.suppress(ValueError):
+            prompt, _ = self.render([SHORT_QUESTION], generation_prompt=True)
+            prompt = self.end_of_prompt.sub("", prompt)
+            for token in self.added:
+                if token in answers and token not in prompt and not answers.endswith(token):
+                    written = written.replace(token, "")
         return end, written
 
-    def thoughts_of_prompt(self, messages=(SHORT_QUESTION,), tools=None):
-        prompt = ""
+    def try_answer(self, answer):
+        """What the template writes behind a question. "" if it wants other messages."""
+        question = f"{MARK}question"
+        messages = [{"role": "user", "content": question}, {"role": "assistant", **answer}]
+        with contextlib.suppress(ValueError):
+            _, text, _ = self.render_calls(messages, None)
+            return text.rpartition(question)[2]
+        return ""
+
+    def try_thoughts(self):
+        """Finds the tags around a thought, and which of THOUGHT_FORMS the template reads."""
+        thought = f"{MARK}thought"
+        said = f"{MARK}said"
+        self.tags = THINK
+        text = self.try_answer(self.state_thought("field", thought, said))
+        if close := re.search(rf"{thought}\s*(\S?/\w+\S)", text):  # also [/THINK]
+            tags = close[1].replace("/", ""), close[1]
+            if text[: close.start()].rstrip().endswith(tags[0]):
+                self.tags = tags
+        opening, closing = map(re.escape, self.tags)
+        self.empty_thought = re.compile(rf"{opening}\s*{closing}\n*")
+        # the prompt may have its first tag
+        self.empty_in_answer = re.compile(rf"({opening})?\s*{closing}\n*")
+        self.end_of_prompt = re.compile(rf"({opening}\n?)\s*({closing}\s*)?\Z")
+        self.thought_forms = []
+        if re.search(f"{thought}.*{said}", text, re.DOTALL):
+            self.thought_forms.append("field")
+        if any(tag in "".join(self.template_texts.values()) for tag in self.tags):  # it knows thoughts
+            in_tags = re.compile(rf"{opening}\s*{thought}\s*{closing}.*{said}", re.DOTALL)
+            for form in "tags", "end":
+                text = self.try_answer(self.state_thought(form, thought, said))
+                if in_tags.search(text) and text.count(self.tags[0]) == text.count(self.tags[1]) == 1:
+                    self.thought_forms.append(form)
+
+    def state_thought(self, form, thought, said):
+        """The keys of an answer with a thought, in one of THOUGHT_FORMS."""
+        if form == "field":
+            return {"content": said} | dict.fromkeys(THOUGHTS, thought)
+        opening, closing = self.tags
+        beginning = f"{opening}\n" if form == "tags" else ""
+        return {"content": f"{beginning}{thought}\n{closing}\n\n{said}"}
+
+    def move_thought(self, message):
+        """An answer with its thought in the form that the template reads, if it reads one."""
+        if message["role"] != "assistant":
+            return message
+        said = message.get("content") or ""
+        thought = message.get("reasoning_content") or ""
+        form = "field"
+        if not thought.strip():
+            opening, closing = tags = self.tags if self.tags[1] in said else THINK
+            before, is_there, said = said.partition(closing)
+            thought = before.lstrip().removeprefix(opening).strip("\n")
+            if not is_there or opening in thought:  # no thought, or words before it
+                return message
+            form = "end" if opening not in before else "tags"
+            if tags != self.tags:
+                form = "tags of another model"
+        wanted = next((one for one in (form, *THOUGHT_FORMS) if one in self.thought_forms), form)
+        if wanted == "field" == form:
+            return dict.fromkeys(THOUGHTS, thought) | message
+        if wanted == form:
+            return message
+        others = {key: value for key, value in message.items() if key not in THOUGHTS}
+        return others | self.state_thought(wanted, thought, said.lstrip("\n"))
+
+    def thought_of_prompt(self, messages=(SHORT_QUESTION,), tools=None):
+        """How the prompt for an answer ends: with <think>, with an empty thought (the model is not to think),
+        or with neither: ""."""
         with contextlib.suppress(ValueError):  # a template may insist on a question before an answer
             prompt, _ = self.render(list(messages), tools, generation_prompt=True)
-        return Thoughts(prompt)
+            if thought := self.end_of_prompt.search(prompt):
+                return thought[0]
+        return ""
 
     def for_example(self, variables):
         """A copy with the variables of one example, which count before those of --template_args."""
@@ -771,7 +847,7 @@ class Tokenizer:
         tokenizer = copy.copy(self)
         tokenizer.example_variables = {
             name: value for name, value in variables.items() if name in self.template_reads}
-        tokenizer.thoughts = tokenizer.thoughts_of_prompt()
+        tokenizer.thought = tokenizer.thought_of_prompt()
         return tokenizer
 
     def render(self, messages, tools=None, generation_prompt=False):
@@ -795,54 +871,60 @@ class Tokenizer:
         spans = []
         for block in blocks:
             answer, _, rest = block.partition(CLOSE)
-            spans.append((len(text), len(text) + len(answer)))
+            start = len(text)
+            if spans and spans[-1][1] == start:  # an answer and its end have two blocks
+                start, _ = spans.pop()
+            spans.append((start, len(text) + len(answer)))
             text += answer + rest
         return text, spans
 
     def render_calls(self, messages, tools):
         """Messages that may call tools -> (the messages as the template accepts them, text, spans)."""
-        if not any(message.get("tool_calls") for message in messages):
-            return messages, *self.render(messages, tools)
-        with contextlib.suppress(ValueError):
-            return messages, *self.render(messages, tools)
         # some templates read the content, if only to see that it is none
-        messages = [message | {"content": message.get("content")} for message in messages]
-        with contextlib.suppress(ValueError):
-            return messages, *self.render(messages, tools)
-        messages = copy.deepcopy(messages)  # and some want arguments as JSON, not as objects
-        for message in messages:
+        with_content = [message | {"content": message.get("content")} for message in messages]
+        for variant in messages, with_content:
+            with contextlib.suppress(ValueError):
+                return variant, *self.render(variant, tools)
+        as_text = copy.deepcopy(with_content)  # and some want arguments as JSON, not as objects
+        for message in as_text:
             for call in message.get("tool_calls", ()):
-                function = call["function"]
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        return messages, *self.render(messages, tools)
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return as_text, *self.render(as_text, tools)
 
-    def conversation(self, messages, tools=None, report=None):
-        """Messages -> [Text]: up to the last answer, then one for each answer that loses a thought there."""
+    def conversation(self, messages, tools=None, report=None, is_completion=False):
+        """Messages -> [Text]: up to the last answer, then one for each answer that loses a thought there.
+        is_completion: an answer that is not trained on is the beginning of one that follows it."""
         report = report or FileReport()
         texts = json.dumps([messages, tools, self.example_variables], ensure_ascii=False, default=str)
-        if self.reserved.search(texts):
-            return [Text(None, [])]
+        if spelled := self.reserved.search(texts):
+            return [Text(None, dropped=f"spell a special token, {spelled[0]}: dropped")]
+        end = None
+        if is_completion:
+            messages, end = join_prefill(messages)
+        elif join_prefill(messages)[1] is not None:
+            report.note("answers follow at once on an answer that is not trained on, and are turns of their "
+                        "own: a prompt that ends in an answer, and its completion, are one turn")
+        messages = [self.move_thought(message) for message in messages]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if is_trained(messages[i])]
         if turns and self.train_on != "all":
             # what follows the last answer trains nothing, and a question makes templates rewrite that answer
             messages = messages[: turns[-1] + 1]
-        given = messages
-        messages, text, spans = self.render_calls(given, tools)
+        accepted, text, spans = self.render_calls(messages, tools)
         if self.train_on == "all":
             documents = [Text(text, None, turns=turns)]
         elif spans:
-            if turns and any(Thoughts.empty_in_answer.match(text, *span) for span in spans):
-                thoughts = self.thoughts_of_prompt(messages[: turns[-1]], tools)
-                spans = [thoughts.after(text, *span) for span in spans]
+            if turns and any(self.empty_in_answer.match(text, *span) for span in spans):
+                thought = self.thought_of_prompt(accepted[: turns[-1]], tools)
+                spans = [self.without_thought(thought, text, *span) for span in spans]
             if trained != turns:  # else a template may also have two blocks in a turn, or none in some
                 if len(spans) != len(turns):
                     raise ValueError(f"{len(spans)} generation blocks, {len(turns)} turns, some of weight 0")
                 spans = [span for turn, span in zip(turns, spans) if turn in trained]
             documents = [Text(text, spans, turns=trained)]
         else:  # a template without generation blocks, as most models have
-            documents = self.delimit_by_prefix(messages, tools, text, trained)
-        self.check_complete(given, tools, documents, report)
+            documents = self.delimit_by_prefix(accepted, tools, text, trained)
+        self.check_complete(messages, tools, documents, report)
         if self.train_on == "all":
             return documents
         n_spans = sum(len(document.spans) for document in documents)
@@ -851,24 +933,60 @@ class Tokenizer:
                              "... {% endgeneration %} around what the assistant says")
         report.note("assistant turns are not trained on, because the template changes them in later turns or "
                     "their start and end cannot be found", max(0, len(trained) - n_spans))
-        self.note_thoughts(documents, report)
-        return documents
+        if end is not None:
+            documents = [behind_prefill(document, end) if trained[0] in document.turns else document
+                         for document in documents]
+        return self.without_empty_answers(documents, report)
 
-    def note_thoughts(self, documents, report):
-        """Counts the answers that would teach a model to think otherwise than it does."""
+    def without_thought(self, thought, text, start, stop):
+        """The span of an answer without an empty thought that the prompt ends in: the model never says it."""
+        found = self.empty_in_answer.match(text, start, stop)
+        if found and thought.endswith(found[0]):
+            start = found.end()
+        return start, stop
+
+    def without_empty_answers(self, documents, report):
+        """Leaves out spans that would train nothing but the end of a turn, and counts what would teach a
+        model to think otherwise than it does."""
+        opening, closing = self.tags
+        opens = self.thought and closing not in self.thought
         forgets = "training on them teaches the model to stop reasoning in its default mode"
         if "enable_thinking" in self.template_reads:
             forgets += "; --template_args enable_thinking=false puts the empty thought into the prompt"
-        for answer in [one.text[start:stop] for one in documents for start, stop in one.spans]:
-            if Thoughts.empty_in_answer.match(answer):
-                report.note(f"answers begin with an empty thought: {forgets}")
-            if "<think>" in answer.rpartition("</think>")[2]:
-                report.note("answers begin a thought that never ends: <think> without </think>")
-            if self.thoughts.opens and "</think>" not in answer:
-                report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}")
+        unending = f"answers begin a thought that never ends: {opening} without {closing}"
+        for document in documents:
+            for start, stop in [span for span in document.spans if span[0] < span[1]]:
+                answer = self.reserved.sub("", document.text[start:stop])
+                if document.text[max(0, start - 99) : start].rstrip().endswith(opening):  # the prompt has it
+                    answer = opening + answer
+                thought, _, said = answer.rpartition(closing)
+                said, is_cut, _ = said.partition(opening)
+                if is_cut:
+                    report.note(unending)
+                if not said.strip():
+                    document.spans.remove((start, stop))
+                    if thought.replace(opening, "").strip():
+                        report.note("answers are a thought with nothing behind it: not trained on")
+                    elif not is_cut:
+                        report.note("answers are empty: not trained on")
+                    continue
+                if self.empty_in_answer.match(answer):
+                    report.note(f"answers begin with an empty thought: {forgets}")
+                if opens and closing not in answer:
+                    report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}")
+                if answer.count(closing) > 1:
+                    report.note(f"answers have {closing} more than once: the model learns to think in its "
+                                "answer")
+                if self.thought_forms and (tag := OTHER_TAG.match(said)):
+                    report.note(f"answers begin with {tag[1]}, which is text: the template's thoughts are in "
+                                f"{opening}")
+        has_answers = any(document.turns for document in documents)
+        if has_answers and not any(document.spans for document in documents):
+            return [Text(None, dropped=NOTHING_SAID)]
+        return documents
 
     def check_complete(self, messages, tools, documents, report):
-        """Notes what the template leaves out of answers. A ValueError if that is all of it, or a question."""
+        """Notes what the template leaves out of answers. A ValueError if that is a question or a tool."""
         *marked, items = with_marks(messages, tools)
         lost = []
         with contextlib.suppress(ValueError):  # the template has looked at what it objects to
@@ -886,19 +1004,14 @@ class Tokenizer:
         for document in documents:
             left_out = [what for what, answer in lost if answer in document.turns]
             for i in document.turns:
-                thought, _, content = (messages[i].get("content") or "").rpartition("</think>")
+                opening, closing = self.tags
+                thought, _, content = (messages[i].get("content") or "").rpartition(closing)
                 said = {
                     "content": content,
-                    "thought in content": thought.replace("<think>", ""),
+                    "thought in content": thought.replace(opening, ""),
                     "thought": messages[i].get("reasoning_content", ""),
                 }
-                parts = [(what, part) for what, part in said.items() if part.strip()]
-                gone = [what for what, part in parts if not is_in(part, document.text)]
-                # the model would be trained to say nothing
-                if gone and len(gone) == len(parts) and "tool_calls" not in messages[i]:
-                    raise ValueError(f"{self.source}: leaves an answer nothing but its end: without "
-                                     f"{listing(gone)}")
-                left_out += gone
+                left_out += [what for what, part in said.items() if not is_in(part, document.text)]
             for what in left_out:
                 report.note(f"answers lose their {what}: the chat template leaves it out")
 
@@ -916,29 +1029,55 @@ class Tokenizer:
             turn = self.render_turn(messages, tools, i)
             if turn is None:
                 continue
-            fitting = [document for document in documents if document.text.startswith(turn.text)]
+            span = turn.spans[0]
+            fitting = next((document for document in documents if document.text.startswith(turn.text)), None)
+            if not fitting and (span := self.span_in_place(text, turn)):
+                fitting = documents[0]
             if fitting:
-                fitting[0].spans.extend(turn.spans)
-                fitting[0].turns.append(i)
-            elif span := span_in_place(text, turn):
-                documents[0].spans.append(span)
-                documents[0].turns.append(i)
+                fitting.spans.append(span)
+                fitting.turns.append(i)
             elif self.train_on == "targets":
                 documents.append(turn)
         return documents
 
+    def span_in_place(self, text, turn):
+        """The span of an answer in the whole conversation, if its own text has but some more empty thoughts,
+        or None. An answer behind the result of a tool has several before it under Qwen3.5's template."""
+        start, stop = turn.spans[0]
+        thought = self.empty_in_answer.match(turn.text, start, stop)
+        if thought:
+            start = thought.end()
+        if self.empty_thought.search(turn.text, start, stop):
+            return None
+        place = 0
+        for i, piece in enumerate(self.empty_thought.split(turn.text[:stop])):
+            if i and (kept := self.empty_thought.match(text, place)):
+                place = kept.end()
+            if not text.startswith(piece, place):
+                return None
+            place += len(piece)
+        return place - (stop - start), place
+
     def render_turn(self, messages, tools, i):
         """The conversation up to turn i, with its span. None if the template changes the prompt later."""
         with contextlib.suppress(ValueError):  # a template may insist on a question before an answer
-            asked, _ = self.render(messages[:i], tools, generation_prompt=True)
+            prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
             text, _ = self.render(messages[: i + 1], tools)
-            for prompt in Thoughts(asked).prompts:
-                if text.startswith(prompt):
-                    stop = len(text)
-                    if text.rstrip().endswith(self.markers):
-                        stop = len(text.rstrip())  # generation stops before the newline after the turn
-                    return Text(text, [(len(prompt), stop)], turns=[i])
+            start = self.answer_start(prompt, text)
+            if start is not None:
+                stop = len(text)
+                if text.rstrip().endswith(self.markers):
+                    stop = len(text.rstrip())  # generation stops before the newline after the turn
+                return Text(text, [(start, stop)], turns=[i])
         return None
+
+    def answer_start(self, prompt, text):
+        """Where the answer begins in a text that begins with a prompt. None: it has another beginning."""
+        starts = [len(prompt)]
+        if thought := self.end_of_prompt.search(prompt):
+            # small Qwen3.5 models drop the empty thought of the prompt, DeepSeek's distilled ones any thought
+            starts += [thought.end(1), thought.start()]
+        return next((start for start in starts if text.startswith(prompt[:start])), None)
 
     def encode(self, texts):
         """[Text] -> yields (ids [n] int32, supervised [n] bool). Adds BOS and EOS to plain texts without."""
@@ -993,14 +1132,34 @@ class Tokenizer:
         return self.core.decode(ids, skip_special_tokens=False)
 
 
-def span_in_place(text, turn):
-    """The span of an answer in the whole conversation, if only an empty thought is left out, or None."""
-    start, stop = turn.spans[0]
-    for thought in Thoughts.empty.finditer(turn.text):
-        plain = turn.text[: thought.start()] + turn.text[thought.end() : stop]
-        if thought.start() <= start <= thought.end() and text.startswith(plain):
-            return thought.start(), len(plain)
-    return None
+def join_prefill(messages):
+    """Joins an answer that the prompt begins and the completion ends -> (messages, its end, or None)."""
+    is_answer = [one["role"] == "assistant" for one in messages]
+    last = next((i for i in range(len(messages)) if is_answer[i] and is_trained(messages[i])), 0)
+    first = last
+    while first and is_answer[first - 1] and "tool_calls" not in messages[first - 1]:
+        first -= 1
+    if first == last:
+        return messages, None
+    contents = [one.get("content") or "" for one in messages[first : last + 1]]
+    joined = {}
+    for message in messages[first:last]:
+        joined |= {key: value for key, value in message.items() if key not in TRAINED_KEYS}
+    joined |= messages[last] | {"content": "".join(contents)}
+    return [*messages[:first], joined, *messages[last + 1 :]], contents[-1]
+
+
+def behind_prefill(document, end):
+    """Takes the beginning of the first answer, which the prompt has, out of the spans."""
+    first, *others = sorted(document.spans)
+    # a template may change blanks
+    words = r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", end)))
+    blanks = r"(?<!\s)\s*" if end[:1].isspace() else ""
+    found = re.compile(f".*({blanks}{words})", re.DOTALL).match(document.text, *first)
+    if not found:
+        raise ValueError("the prompt ends in the beginning of an answer, and the template changes what "
+                         f"follows: {quoted(end[:200])}")
+    return document._replace(spans=[(found.start(1), first[1]), *others])
 
 
 def tokens_in(encoding, spans, is_marker):
@@ -1217,7 +1376,7 @@ def read_example(example, form, tokenizer, report):
         report.note("developer messages are read as system messages: the template has no such role",
                     sum(message["role"] == "developer" for message in messages))
         messages = [one | {"role": one["role"].replace("developer", "system")} for one in messages]
-    texts = tokenizer.conversation(messages, tools, report)
+    texts = tokenizer.conversation(messages, tools, report, form == "prompt + completion")
     unread = {f"chat_template_kwargs.{name}" for name in variables.keys() - tokenizer.template_reads}
     for message in messages:
         for key in message.keys() - tokenizer.template_words:
@@ -1621,6 +1780,7 @@ class FileReport:
     formats: dict = dataclasses.field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
     notes: dict = dataclasses.field(default_factory=Counter)  # {what to print: number of examples}
+    first_lines: dict = dataclasses.field(default_factory=dict)  # {note: the first line with it}
     renamed: list = dataclasses.field(default_factory=list)  # columns of --columns that an example has
     unread: list = dataclasses.field(default_factory=list)  # keys of examples that their formats do not read
     new_ids: list = dataclasses.field(default_factory=list)  # tokens of --add_tokens that occur
@@ -1631,12 +1791,19 @@ class FileReport:
     checksums: dict = dataclasses.field(default_factory=dict)  # see checksums_of()
     checksum: int = 0  # covers the fields above
 
-    def note(self, text, n=1):
+    def note(self, text, n=1, line=None):
         if n:
             self.notes[text] += int(n)
+        if line is not None:
+            self.first_lines.setdefault(text, line)
 
     def note_lines(self):
-        return "".join(f"\n  {n:,} {text}" for text, n in self.notes.items())
+        lines = ""
+        for text, n in self.notes.items():
+            lines += f"\n  {n:,} {text}"
+            if text in self.first_lines:
+                lines += f" (the first: line {self.first_lines[text]})"
+        return lines
 
 
 def tokenize(examples, tokenizer, folder, columns):
@@ -1688,8 +1855,8 @@ def read_examples(examples, tokenizer, columns, report):
             continue
         first = texts[0]
         report.formats[first.form] += 1
-        if any(one.text is None for one in texts):  # both answers of a pair go
-            report.note("spell a special token: dropped")
+        if dropped := [one.dropped for one in texts if one.text is None]:  # both answers of a pair go
+            report.note(dropped[0], line=line)
             continue
         report.n_chats += first.is_chat
         if first.form in (PAIR, "prompt + completion") and not first.is_chat and tokenizer.has_template:

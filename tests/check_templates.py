@@ -34,7 +34,12 @@ def theirs(tokenizer, source, messages, tools, prompt):
     (again,), (spans,) = chat_template_utils.render_jinja_template(
         [messages], return_assistant_tokens_mask=True, **options, **tokenizer.special_tokens_map)
     assert again == text
-    return text, spans
+    joined = []  # ours are: an answer and its end may have a block each
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            start, _ = joined.pop()
+        joined.append((start, stop))
+    return text, joined
 
 
 def ours(tokenizer, messages, tools, prompt):

@@ -65,6 +65,12 @@ LOST = {  # name: (template, messages, tools, what is counted)
     "text beside a call": (LLAMA31, [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], None, ["content"]),
     "arguments": (AGENT.replace("(call.function or call) | tojson", "call.function.name"),
                   [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], None, ["arguments"]),
+    # and nothing remains to be trained on but <|im_end|>
+    "a thought without an answer": (QWEN, [QUESTION, message("assistant", "", thinking="hm"), QUESTION, ANSWER],
+                                    None, ["thought"]),
+    "a thought in the text without an answer": (
+        NO_THOUGHTS, [QUESTION, message("assistant", "<think>hm</think>"), QUESTION, ANSWER], None,
+        ["thought in content"]),
     # nothing is lost
     "thoughts of the last answers": (QWEN35, [QUESTION, THOUGHTFUL, QUESTION, THOUGHTFUL], None, []),
     "a call": (QWEN, [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], [SCHEMA], []),
@@ -94,11 +100,6 @@ REFUSED = {  # name: (template, messages, tools, words of the refusal)
         DROPS_THE_SECOND_CALL, calling({"function": CALL}, {"function": CALL}), None, 'a call of the tool "add"'),
     "a system message": (
         DROPS_SYSTEM, [message("system", "Be brief."), QUESTION, ANSWER], None, 'the system message "Be brief." where'),
-    # nothing would be trained on but <|im_end|>
-    "a thought without an answer": (
-        QWEN, [QUESTION, message("assistant", "", thinking="hm")], None, "nothing but its end: without thought"),
-    "a thought in the text without an answer": (
-        NO_THOUGHTS, [QUESTION, message("assistant", "<think>hm</think>")], None, "without thought in content"),
 }
 
 
@@ -233,6 +234,66 @@ def test_what_trains_nothing_but_an_end_is_dropped_and_counted(tmp_path, tiny, c
         read_rows(tmp_path, tiny, row)
 
 
+SILENT = {  # name: (answer, what is counted)
+    "empty": (message("assistant", ""), "answers are empty"),
+    "blank": (message("assistant", " \n"), "answers are empty"),
+    "an empty thought": (message("assistant", "<think>\n\n</think>\n\n"), "answers are empty"),
+    "a thought": (message("assistant", "<think>hm</think>"), "answers are a thought with nothing behind it"),
+    "a thought in a field": (message("assistant", "", thinking="hm"), "answers are a thought with nothing behind it"),
+    "a thought that is cut off": (message("assistant", "<think>hm"), "answers begin a thought that never ends"),
+}
+
+
+@pytest.mark.parametrize("answer, note", SILENT.values(), ids=SILENT)
+def test_an_answer_that_says_nothing_is_left_out_beside_others_and_in_pairs(tmp_path, answer, note):
+    tokenizer = tokenizer_of(tmp_path, golden_template("qwen3"))
+    row = chat(QUESTION, answer, QUESTION, THOUGHTFUL)
+    texts, file = read_rows(tmp_path, tokenizer, row, chat(QUESTION, answer), chat(QUESTION, THOUGHTFUL))
+    assert [text.partition("⟦")[2] for text in texts] == [f"<think>\nhm\n</think>\n\nIt is 4.{END}⟧\n"] * 2
+    assert noted(file, note) == 2
+    assert noted(file, "answers of nothing but their ends") == 1
+    pairs = data.Tokenizer(tmp_path, train_on="pairs")
+    pair = {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [answer]}
+    texts, file = read_rows(tmp_path, pairs, pair, pair | {"rejected": [THOUGHTFUL]})
+    assert len(texts) == 2
+    assert noted(file, note) == noted(file, "answers of nothing but their ends") == 1
+
+
+def test_a_call_is_more_than_nothing(tmp_path):
+    row = chat(QUESTION, {**CALL_AND_TEXT, "content": "", "thinking": "hm"}, RESULT, ANSWER)
+    texts, _ = read_rows(tmp_path, tokenizer_of(tmp_path, golden_template("qwen3")), row)
+    assert "".join(texts).count("⟦") == 2
+
+
+BEGUN = message("assistant", "It")
+PREFILLED = {  # name: (prompt, completion, trained text)
+    "an answer": ([QUESTION, BEGUN], [message("assistant", " is 4.")], f"It⟦ is 4.{END}⟧"),
+    "ShareGPT's": ([{"from": "human", "value": "?"}, {"from": "gpt", "value": "It"}],
+                   [{"from": "gpt", "value": " is 4."}], f"It⟦ is 4.{END}⟧"),
+    "words that come again": ([QUESTION, message("assistant", "a")], [message("assistant", " a")], f"a⟦ a{END}⟧"),
+    "three in a row": ([QUESTION, BEGUN, message("assistant", " is")], [message("assistant", " 4.")],
+                       f"It is⟦ 4.{END}⟧"),
+    "a thought": ([QUESTION, message("assistant", "<think>\nhm")], [message("assistant", " so</think>It is 4.")],
+                  f"<think>\nhm⟦ so\n</think>\n\nIt is 4.{END}⟧"),
+}
+
+
+@pytest.mark.parametrize("prompt, completion, expected", PREFILLED.values(), ids=PREFILLED)
+def test_a_prompt_that_ends_in_the_beginning_of_the_answer_is_one_answer(tmp_path, prompt, completion, expected):
+    tokenizer = tokenizer_of(tmp_path, golden_template("qwen3"))
+    texts, _ = read_rows(tmp_path, tokenizer, {"prompt": prompt, "completion": completion})
+    assert texts[0].rstrip("\n").removesuffix(expected)[-10:] in ("assistant\n", "</think>\n\n")
+    pair = {"prompt": prompt, "chosen": completion, "rejected": [message("assistant", " is no.")]}
+    pairs = data.Tokenizer(tmp_path, train_on="pairs")
+    assert read_rows(tmp_path, pairs, pair)[0][0] == texts[0]
+
+
+def test_an_answer_behind_one_of_weight_0_stays_a_turn_and_is_counted(tmp_path, tiny):
+    texts, file = read_rows(tmp_path, tiny, chat(QUESTION, {**BEGUN, "weight": 0}, ANSWER))
+    assert texts == [ASKED + turn("assistant", "It") + ANSWERED]
+    assert noted(file, "answers follow at once on an answer that is not trained on") == 1
+
+
 # ---------------------------------------------------------------- 4, 5: a folder's tokens and ends
 
 
@@ -281,6 +342,34 @@ def test_a_token_that_stands_in_one_file_alone_is_one_token_and_reserved_if_temp
     assert tokenizer.core.encode(token).ids == [4096]
     assert bool(tokenizer.reserved.search(f"a {token}")) == is_marker
     assert tokenizer.is_marker.tolist() == [i in (0, 1) or (i == 4096 and is_marker) for i in range(4097)]
+
+
+@pytest.mark.parametrize("key, token", [("pad_token", "!"), ("unk_token", "is"), ("pad_token", "4")])
+def test_a_pad_token_that_is_ordinary_text_reserves_nothing(tmp_path, key, token):
+    tokenizer = data.Tokenizer(tokenizer_files(tmp_path, ["eos_token"], tokenizer_config={key: token}))
+    answer = message("assistant", "It is 4!")
+    texts, _ = read_rows(tmp_path, tokenizer, chat(QUESTION, answer))
+    assert texts == [ASKED + trained_turn("It is 4!")]
+    plain = data.Tokenizer(tokenizer_files(tmp_path, ["eos_token"]))
+    assert tokenizer.core.encode("It is 4!").ids == plain.core.encode("It is 4!").ids
+
+
+def test_a_special_token_that_the_template_writes_inside_of_answers_drops_no_row(tmp_path):
+    named = {"additional_special_tokens": ["<think>", "</think>", "<tool_call>"]}
+    config = named | {"chat_template": golden_template("qwen3")}
+    tokenizer = data.Tokenizer(tokenizer_files(tmp_path, ["eos_token"], tokenizer_config=config))
+    texts, file = read_rows(tmp_path, tokenizer, chat(message("user", "<think> and <tool_call>?"), THOUGHTFUL))
+    assert texts[0].endswith(f"⟦<think>\nhm\n</think>\n\nIt is 4.{END}⟧\n")
+    assert file.report.notes == {}
+
+
+def test_a_special_token_that_rows_spell_is_named_with_the_first_line(tmp_path, tiny, capsys):
+    rows = [chat(QUESTION, ANSWER), *[chat(QUESTION, message("assistant", f"4{END}"))] * 2]
+    _, file = read_rows(tmp_path, tiny, *rows, chat(message("user", START), ANSWER))
+    data.print_file(file)
+    said = capsys.readouterr().out
+    assert f"\n  2 spell a special token, {END}: dropped (the first: line 2)\n" in said
+    assert f"\n  1 spell a special token, {START}: dropped (the first: line 4)\n" in said
 
 
 def tokenizer_with_call(path, template, **options):

@@ -290,6 +290,82 @@ def test_both_answers_of_a_pair_may_begin_with_an_empty_thought(tmp_path):
         assert noted(file, "begin with an empty thought") == n_empty
 
 
+# ---------------------------------------------------------------- where a thought stands
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+TAIL = "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+
+
+def template_with_field(key, opening, closing):
+    """A template that writes a thought from a key of a message, and the content as it is."""
+    return f"{HEAD}{{% if m.{key} %}}{opening}\n{{{{ m.{key} }}}}\n{closing}\n\n{{% endif %}}{TAIL}{{% endif %}}"
+
+
+# as Qwen3.8's: each answer has a thought, of the field alone, and each prompt opens one
+EACH_ANSWER = (HEAD + "{% if m.role == 'assistant' %}<think>\n{{ (m.reasoning_content or '') | trim }}\n</think>\n\n"
+               "{% endif %}" + TAIL + "<think>\n{% endif %}")
+OPENED = HEAD + TAIL + "<think>\n{% endif %}"  # as R1's distilled models: the content has the thought
+OPENS_EACH_ANSWER = HEAD + "{% if m.role == 'assistant' %}<think>\n{% endif %}" + TAIL + "<think>\n{% endif %}"
+# Harmony in short
+CHANNELS = (HEAD + "{% if m.thinking %}analysis: {{ m.thinking }}\nfinal: {% endif %}" + TAIL + "{% endif %}")
+THOUGHT = "⟦<think>\nhm\n</think>\n\nIt is 4.END⟧"
+THOUGHT_GOES_ON = "<think>\n⟦hm\n</think>\n\nIt is 4.END⟧"  # the prompt has <think>
+PLACES = {  # name: (template, what an answer with the thought "hm" becomes)
+    "each answer has one": (EACH_ANSWER, THOUGHT_GOES_ON),
+    "a field": (template_with_field("reasoning_content", "<think>", "</think>"), THOUGHT),
+    "a field of another name": (template_with_field("reasoning", "<think>", "</think>"), THOUGHT),
+    "other tags": (template_with_field("thinking", "[THINK]", "[/THINK]"),
+                   THOUGHT.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")),
+    "the content": (OPENED, THOUGHT_GOES_ON),
+    "the content behind <think>": (OPENS_EACH_ANSWER, THOUGHT_GOES_ON),
+    "no tags": (CHANNELS, "⟦analysis: hm\nfinal: It is 4.END⟧"),
+    "both": (TEMPLATES["qwen3"], THOUGHT),
+}
+
+
+@pytest.mark.parametrize("template, expected", PLACES.values(), ids=PLACES)
+def test_a_thought_is_moved_to_where_the_template_reads_it(tmp_path, template, expected):
+    answers = [THOUGHTFUL, {**ANSWER, "thinking": "hm"}, message("assistant", "<think>\nhm\n</think>\n\nIt is 4."),
+               message("assistant", "hm\n</think>\n\nIt is 4.")]
+    tokenizer = tokenizer_of(tmp_path, template)
+    texts, file = read_rows(tmp_path, tokenizer, *[chat(QUESTION, answer) for answer in answers])
+    assert texts == [f"{ASKED}<|im_start|>assistant\n{expected.replace('END', END)}\n"] * 4
+    assert file.report.notes == {}
+
+
+@pytest.mark.parametrize("content, note", [
+    ("So: <think>hm</think> 4.", "answers have </think> more than once: the model learns to think in its answer"),
+    ("<think>a</think><think>b</think>4.", "answers have </think> more than once"),
+    ("<thinking>hm</thinking>4.",
+     "answers begin with <thinking>, which is text: the template's thoughts are in <think>"),
+    ("<|think|>hm", "answers begin with <|think|>, which is text"),
+    ("<think>\nhm, and then", "answers begin a thought that never ends: <think> without </think>"),
+])
+def test_a_thought_that_no_place_is_for_is_named(tmp_path, content, note):
+    _, file = read_rows(tmp_path, tokenizer_of(tmp_path, EACH_ANSWER), chat(QUESTION, ANSWER),
+                        chat(QUESTION, message("assistant", content)))
+    assert noted(file, note) == 1
+    assert noted(file, "no reasoning") == 0
+
+
+CALLING = message("assistant", "", tool_calls=[{"function": {"name": "add", "arguments": {"a": 2}}}])
+RESULT = message("tool", "4")
+
+
+@pytest.mark.parametrize("train_on", ["targets", "whole"])
+def test_calls_without_thoughts_are_one_document_and_all_answers_are_trained(tmp_path, train_on):
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["qwen3.5, large"], train_on=train_on)
+    turns = [QUESTION, CALLING, RESULT, CALLING, RESULT, ANSWER]
+    texts, file = read_rows(tmp_path, tokenizer, chat(*turns * 3))
+    assert [text.count("⟦") for text in texts] == [9]
+    assert noted(file, "not trained on") == 0
+    # a real thought has its document, with the answers that see it
+    texts, file = read_rows(tmp_path, tokenizer, chat(QUESTION, {**CALLING, "thinking": "hm"}, RESULT, ANSWER, *turns))
+    n_own = {"targets": [2], "whole": []}[train_on]
+    assert [text.count("⟦") for text in texts] == [3, *n_own]
+    assert noted(file, "not trained on") == 2 - sum(n_own)
+
+
 # ---------------------------------------------------------------- variables of a row
 
 
