@@ -1539,7 +1539,7 @@ def run_in_tiles(size, has_dropout, function, *inputs):
     # no view for autograd: FSDP2 warns of blocks that return one, because in-place operations on it go wrong
     B, T = inputs[0].shape[:2]
     whole = [torch.cat(parts) for parts in zip(*out)]
-    return [ATEN._unsafe_view(t, [B, T, *t.shape[1:]]) for t in whole]
+    return [torch.ops.aten._unsafe_view(t, [B, T, *t.shape[1:]]) for t in whole]
 
 
 def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, records=None):
