@@ -33,11 +33,13 @@ import glob
 import gzip
 import hashlib
 import heapq
+import io
 import itertools
 import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -895,8 +897,9 @@ class Tokenizer:
         """Messages -> [Text]: up to the last answer, then one for each answer that loses a thought there.
         is_completion: an answer that is not trained on is the beginning of one that follows it."""
         report = report or FileReport()
-        texts = json.dumps([messages, tools, self.example_variables], ensure_ascii=False, default=str)
-        if spelled := self.reserved.search(texts):
+        texts = texts_in([messages, tools, self.example_variables])
+        spelled = next(filter(None, map(self.reserved.search, texts)), None)
+        if spelled:
             return [Text(None, dropped=f"spell a special token, {spelled[0]}: dropped")]
         end = None
         if is_completion:
@@ -1181,19 +1184,30 @@ def tokens_in(encoding, spans, is_marker):
 # ---------------- examples
 
 PAIR = "chosen + rejected"
-OF_CHATS = {"system", "tools", "functions", "chat_template_kwargs"}
-# {format: (keys that it needs, keys that it may have)}. The first that fits counts: pairs may have messages.
+# {format: the keys that it needs}. The first that fits counts: pairs may have messages.
 FORMATS = {
-    PAIR: ({"chosen", "rejected"}, OF_CHATS),
-    "messages": ({"messages"}, OF_CHATS),
-    "conversations": ({"conversations"}, OF_CHATS),
-    "prompt + completion": ({"prompt", "completion"}, OF_CHATS),
-    "instruction + output": ({"instruction", "output"}, OF_CHATS | {"input", "history"}),
-    "text": ({"text"}, set()),
+    PAIR: ["chosen", "rejected"],
+    "messages": ["messages"],
+    "conversations": ["conversations"],
+    "prompt + completion": ["prompt", "completion"],
+    "instruction + output": ["instruction", "output"],
+    "text": ["text"],
 }
-KEYS = set().union(*(needs | may_have for needs, may_have in FORMATS.values()))
-OF_CONVERSATIONS = OF_CHATS | {"history"}  # a prompt in text beside one of these begins a conversation
+TOOLS_KEYS = "tools", "functions"  # OpenAI called tools functions first
+# what may stand beside messages; a prompt in text beside one of these begins a conversation
+OF_CHATS = "system", *TOOLS_KEYS, "chat_template_kwargs"
+OF_CONVERSATIONS = *OF_CHATS, "history"
+KEYS = {key: None for needs in [*FORMATS.values(), OF_CONVERSATIONS, ["input"]] for key in needs}
 QUESTION_KEYS = ["question", "query", "instruction", "input"]  # Orca's and Alpaca's, for a pair's prompt
+# {a key: words in the names that it has elsewhere}, for advice
+OTHER_NAMES = {
+    "chosen": "chosen preferred accepted winner positive better good pos j".split(),
+    "rejected": "rejected dispreferred unpreferred loser negative worse bad neg k".split(),
+    "instruction": "question query problem prompt user human q input request task instruction title".split(),
+    "output": "answer answers response completion assistant gpt reply solution target a output".split(),
+    "input": ["context", "passage", "document"],
+    "text": ["content", "body", "document", "article", "code", "passage"],
+}
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory, ms-swift and OpenAI's first calls of functions call them
 OTHER_ROLES = {
@@ -1201,211 +1215,401 @@ OTHER_ROLES = {
     "function_call": "assistant", "tool_call": "assistant",
 }
 CALL_ROLES = "function_call", "tool_call"  # whose content is a call
+# with one of these, an object that has a role is a message
+SAID = {"content", "tool_calls", "function_call", "refusal"}
 # keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
-TOOLS_KEYS = "tools", "functions"  # OpenAI called tools functions first
-# the keys of a message that are read; a template may read more
-MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", *TOOLS_KEYS, *THOUGHTS, *TRAINED_KEYS}
+MARKS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # their values, as text; csv has texts
+# the arguments of a call, in OpenAI's, LangChain's, Llama's and Anthropic's files
+ARGUMENTS = "arguments", "args", "parameters", "input"
 TEXT_PARTS = "text", "input_text", "output_text", "refusal"  # the types of OpenAI's parts that are text
+WITH_NULLS = "arguments", "default", "const"  # in these a null means something
+NOT_TO_LEARN = ("{0!r} is {1}: nobody should learn this answer: leave such rows out of the file, or {0!r} "
+                "if it means something else")
+# how a turn begins, in the texts of usual chat templates and prompts
+TURN = re.compile(r"<\|(im_start|start_header_id|user|assistant)\|>|\[INST\]|<start_of_turn>|"
+                  r"^(### (Response|Assistant|Output)|Assistant|ASSISTANT):", re.MULTILINE)
+SCORE = re.compile("score|rating|reward|grade", re.IGNORECASE)
+
+
+class Row(dict):
+    """A JSON object that notes which of its keys are looked at, by this file or by a template. What nobody
+    has looked at is listed, see unread_in(). A copy notes in the same place; `in`, keys() and dict(row) note
+    nothing."""
+
+    def __init__(self, items=(), looked_at=None):
+        super().__init__(items)
+        self._looked_at = set() if looked_at is None else looked_at
+
+    def __or__(self, other):
+        return Row(super().__or__(other), self._looked_at)
+
+    def __deepcopy__(self, memo):
+        return Row(copy.deepcopy(dict(self), memo), self._looked_at)
+
+
+def noting(method):
+    """A method of dict that notes the key that it gets, or all of them: json.dumps() calls items()."""
+    def noting_method(row, *args):
+        row._looked_at.update(args[:1] or row)
+        return method(row, *args)
+
+    return noting_method
+
+
+for name in ("__getitem__", "get", "pop", "items", "values", "__repr__"):
+    setattr(Row, name, noting(getattr(dict, name)))
+
+
+def row_of_pairs(pairs):
+    """For json.loads(), which would keep the last value of a key alone."""
+    row = Row(pairs)
+    if len(row) < len(pairs):
+        (name, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {quoted(name)} twice")
+    return row
+
+
+def rows_of(value):
+    """A value of Python with Rows in place of its dicts."""
+    if isinstance(value, list):
+        return [rows_of(item) for item in value]
+    if isinstance(value, dict) and not isinstance(value, Row):
+        return Row((key, rows_of(item)) for key, item in value.items())
+    return value
+
+
+def unread_in(value, path=""):
+    """Yields the paths of the keys that nobody has looked at, and whose values say something."""
+    if isinstance(value, list):
+        for item in value:
+            yield from unread_in(item, path)
+    elif isinstance(value, Row):
+        for key, item in dict.items(value):
+            name = f"{path}.{key}" if path else key
+            if key in value._looked_at:
+                yield from unread_in(item, name)
+            elif item not in (None, "", [], {}):
+                yield name
+
+
+def texts_in(value):
+    """Yields the keys and texts in a value. In a Row this notes nothing."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
+    elif isinstance(value, dict):
+        for key, item in dict.items(value):
+            yield key
+            yield from texts_in(item)
 
 
 def parse_example(given, tokenizer, columns=(), report=None):
-    """An example, a dict or a line of JSON, -> [Text]. columns: [(column, the key that it stands for)]."""
+    """An example, a dict or a line of JSON, -> [Text], none if it is dropped and counted.
+    columns: [(column, the key that it stands for)]."""
     report = report or FileReport()
     form = "JSON"  # for the message, until the format is known
     try:
-        example = json.loads(given) if isinstance(given, str) else given
+        row = json.loads(given, object_pairs_hook=row_of_pairs) if isinstance(given, str) else rows_of(given)
         form = "example"
-        if not isinstance(example, dict):
-            raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {quoted(example)}")
-        # a table has a cell for each column in every row: null stands for a key that is not there
-        example = {key: value for key, value in example.items() if value is not None}
-        present = {column: key for column, key in columns if column in example}
-        renamed = {key: example.pop(column) for column, key in present.items()}
-        if len(renamed) < len(present):
-            raise ValueError(f"--columns gives one key to two columns of this row: {', '.join(present)}")
-        example = from_openai(example | renamed)
-        form = format_of(example, columns)
-        if form == PAIR and tokenizer.train_on != "pairs":
-            raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora")
-        if form != PAIR and tokenizer.train_on == "pairs":
-            raise ValueError("--dpo needs rows with 'chosen' and 'rejected'")
-        # TRL's unpaired preferences have a label; a number in it is a class
-        for key in ("label", *TRAINED_KEYS) if form != "text" else ():
-            values = ["false"] if key == "label" else ["false", "0", "0.0"]  # csv has texts
-            if str(example.get(key)).lower() in values:
-                raise ValueError(f"{key!r} is {quoted(example[key])}: nobody should learn this answer: "
-                                 f"leave such rows out of the file, or {key!r} if it means something else")
-        read_as = form
-        answers = [example]
-        if form == PAIR:  # two examples of prompt and completion
-            read_as = "prompt + completion"
-            prompt, completions, others = read_pair(example)
-            answers = [others | {"prompt": prompt, "completion": completion} for completion in completions]
-        found = [one for answer in answers for one in read_example(answer, read_as, tokenizer, report)]
-        needs, _ = FORMATS[read_as]
-        _, may_have = FORMATS[found[0].form]
-        read = needs | may_have
-        if example.get("label") is True:
-            read.add("label")
-        report.unread = sorted({*report.unread, *(answers[0].keys() - read)})[:MAX_UNREAD]
-        report.renamed = sorted({*report.renamed, *present})
+        if isinstance(row, str):
+            row = Row({"text": row})
+        elif are_messages(row):
+            row = Row({"messages": row})
+        if not isinstance(row, dict):
+            raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {quoted(row)}")
+        nulls = [key for key, value in dict.items(row) if value is None]
+        row = from_openai(rename_columns(row, columns, report))
+        form = format_of(row, columns, tokenizer.train_on == "pairs", nulls)
+        check_marks(row, form, report)
+        if form in (PAIR, "prompt + completion"):
+            keys = FORMATS[PAIR] if form == PAIR else ["completion"]
+            prompt, answers = read_answers(row, keys)
+            if isinstance(prompt, str):
+                texts = [Text(prompt + answer, [(len(prompt), len(prompt + answer))], form)
+                         for answer in answers]
+            else:
+                texts = [one for answer in answers
+                         for one in read_chat(row, prompt + answer, form, tokenizer, report)]
+        elif form == "text":
+            texts = [Text(text_in(row, "text"))]
+        else:
+            texts = read_chat(row, messages_of(row, form), form, tokenizer, report)
+        for path in sorted({*unread_in(row)}):
+            if path in report.unread or len(report.unread) < MAX_UNREAD:
+                report.unread[path] = report.unread.get(path, 0) + 1
+        if any(not one.is_chat and has_turns(one, tokenizer) for one in texts):
+            report.note("texts contain turns of a rendered chat, whose questions are trained on, too; give "
+                        "'messages' instead, or a prompt and a completion")
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
-        hashes = [hash_of_text(one.text or "") for one in found]
+        hashes = [hash_of_text(one.text or "") for one in texts]
         # the two answers of a pair are on one side of --eval_data
-        return [one._replace(form=form, hash=hashes[0]) for one in found]
+        return [one._replace(hash=hashes[0]) for one in texts]
     except Exception as error:  # values may have any type, or endless brackets
         raise ValueError(printable(f"not valid {form}: {str(error) or type(error).__name__}")) from error
 
 
-def format_of(example, columns):
+def rename_columns(row, columns, report):
+    """A row with the keys of --columns in place of its columns, and without keys whose value is null."""
+    # a table has a cell for each column in every row: null stands for a key that is not there
+    row = Row((key, value) for key, value in dict.items(row) if value is not None)
+    present = {column: key for column, key in columns if column in row}
+    renamed = {key: row.pop(column) for column, key in present.items()}
+    if len(renamed) < len(present):
+        raise ValueError(f"--columns gives one key to two columns of this row: {', '.join(present)}")
+    for column, key in present.items():
+        if key in row:
+            report.note(f"rows have {key!r} as well, which is not read: --columns {column}={key} takes its "
+                        "place", example=quoted(dict.get(row, key)))
+    report.renamed = sorted({*report.renamed, *present})
+    return Row(dict(row) | renamed)
+
+
+def format_of(row, columns, needs_pairs, nulls):
     wanted = {key for _, key in columns}
     # formats of renamed columns first: many examples have messages, too
-    for form, (needs, _) in sorted(FORMATS.items(), key=lambda item: wanted.isdisjoint(item[1][0])):
-        if needs <= example.keys():
-            return form
-    raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got the keys "
-                     f"{listing(example, 20) or '(none)'}: --columns COLUMN=KEY renames them. "
-                     "A message has 'role' and 'content', or 'from' and 'value'")
+    forms = [form for form, needs in FORMATS.items() if row.keys() >= {*needs}]
+    forms.sort(key=lambda form: wanted.isdisjoint(FORMATS[form]))
+    if PAIR in forms[:1] and not needs_pairs:
+        name = "completion" if "prompt" in row else "output"
+        if begins_with_question(from_json(dict.get(row, "chosen"))):
+            name = "messages"
+        raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora; "
+                         f"--columns chosen={name} trains on the chosen answers alone")
+    if forms and (PAIR in forms[:1]) == needs_pairs:
+        return forms[0]
+    expected = "--dpo needs rows with 'chosen' and 'rejected'"
+    if not needs_pairs:
+        expected = f"expected an object with {' or '.join(FORMATS)}"
+    if nulls := KEYS.keys() & nulls:
+        expected += f"; {listing(nulls)}: null"
+    advice = columns_for(row, needs_pairs) or ("COLUMN=KEY renames them. A message has 'role' and 'content', "
+                                               "or 'from' and 'value'")
+    raise ValueError(f"{expected}; got the keys {listing(row, 20) or '(none)'}: --columns {advice}")
 
 
-def from_openai(example):
+def columns_for(row, needs_pairs):
+    """The words of --columns that make an example of a row whose keys have other names, "" if none do."""
+    chats = [key for key, value in dict.items(row) if are_messages(from_json(value))]
+    texts = [key for key, value in dict.items(row) if isinstance(value, str) or key in chats]
+
+    def words_for(keys):
+        words = []
+        for key in keys:
+            found = [name for word in OTHER_NAMES[key] for name in texts
+                     if word in re.split(r"[\W_]+", name.lower()) and name not in used]
+            if key in row and key not in used:
+                used.add(key)
+            elif found:
+                used.add(found[0])
+                words.append(f"{found[0]}={key}")
+            elif key != "input":
+                return ""
+        return " ".join(words)
+
+    used = set()
+    if needs_pairs:
+        answers = words_for(FORMATS[PAIR])
+        has_question = {"prompt", *QUESTION_KEYS} & row.keys() - used
+        return answers and f"{answers} {'' if has_question else words_for(['instruction'])}".strip()
+    if chats:
+        return f"{chats[0]}=messages"
+    found = words_for(["instruction", "output", "input"])
+    used.clear()
+    return found or words_for(["text"])
+
+
+def from_openai(row):
     """A pair of OpenAI's format, whose `input` has the messages and the tools, under our keys."""
-    if not {"input", "preferred_output", "non_preferred_output"} <= example.keys():
-        return example
-    others = dict(example)
-    asked = json_in(others.pop("input"), dict, "'input' beside 'preferred_output' must be an object")
-    asked = {"prompt" if key == "messages" else key: value for key, value in asked.items()}
-    answers = {"chosen": others.pop("preferred_output"), "rejected": others.pop("non_preferred_output")}
-    return others | asked | answers
+    if not {"input", "preferred_output", "non_preferred_output"} <= row.keys():
+        return row
+    asked = dict(json_in(row, "input", dict, "'input' beside 'preferred_output' must be an object"))
+    asked["prompt"] = asked.pop("messages", None)
+    others = dict(row)
+    del others["input"]
+    asked["chosen"] = others.pop("preferred_output")
+    asked["rejected"] = others.pop("non_preferred_output")
+    if twice := asked.keys() & others.keys():
+        raise ValueError(f"{listing(twice)}: both in the row and in its 'input'")
+    return Row(others | asked)
 
 
-def read_pair(example):
-    """A pair -> (prompt, answers, other keys). The prompt may have another name, or begin both answers."""
-    others = dict(example)
-    prompt = text_or_turns(others.pop("prompt", ""), "prompt") or ""
-    answers = [text_or_turns(others.pop(key), key) for key in ("chosen", "rejected")]
-    if not isinstance(prompt, list) and any(begins_with_question(answer) for answer in answers):
-        return *split_conversations(answers, prompt), others
-    in_messages = any(isinstance(value, list) for value in (prompt, *answers))
-    is_conversation = in_messages or any(others.get(key) for key in OF_CONVERSATIONS)
-    question = None if prompt else question_in(others, is_conversation)
-    if question:
-        prompt = text_or_turns(others.pop(question), question)
-    elif not is_conversation:  # texts, of which the first may begin with the question
-        n = 0 if prompt else len(os.path.commonprefix(answers))  # noqa: RUF071
-        return prompt or answers[0][:n], [answer[n:] for answer in answers], others
-    if isinstance(prompt, str):
-        asked = others | {"instruction": prompt, "output": ""}
-        prompt = messages_of(asked, "instruction + output")[:-1]
-        for key in ("input", "history"):
-            others.pop(key, None)
+def check_marks(row, form, report):
+    """Raises a ValueError if a row says that nobody should learn its answer. Counts what says neither."""
+    for key in TRAINED_KEYS:
+        value = dict.get(row, key)
+        number = MARKS.get(str(value).lower())
+        with contextlib.suppress(TypeError, ValueError):  # it is no number, and says nothing of training
+            number = float(value) if number is None else number
+        if number == 1:
+            row.get(key)  # it is read
+        elif number is not None and number <= 0:
+            raise ValueError(NOT_TO_LEARN.format(key, quoted(value)))
+        elif number is not None:
+            report.note(f"rows have a {key!r} other than 0 and 1: they are trained on like the others",
+                        example=value)
+    # TRL's unpaired preferences have a boolean; a number is a class
+    label = str(dict.get(row, "label")).lower()
+    if label == "false" and form != "text":
+        raise ValueError(NOT_TO_LEARN.format("label", quoted(row["label"])))
+    if label == "true":
+        row.get("label")
+    for key, value in dict.items(row) if form == PAIR else ():
+        other = dict.get(row, key.replace("chosen", "rejected"))
+        are_scores = SCORE.search(key) and all(isinstance(one, int | float) for one in (value, other))
+        if are_scores and value < other:
+            report.note("pairs have a lower score for the chosen answer than for the rejected one",
+                        example=f"{key} = {value} and {other}")
+
+
+def read_answers(row, keys):
+    """-> (prompt, [the answer of each key]), which are all texts, or all lists of messages."""
+    answers = [text_or_messages(row, key) for key in keys]
+    prompt = text_or_messages(row, "prompt") if row.get("prompt") else ""
+    has_question = any(map(begins_with_question, answers))
+    is_chat = any(isinstance(one, list) for one in (prompt, *answers))
+    is_chat = is_chat or any(row.get(key) for key in OF_CONVERSATIONS)
+    if len(keys) == 2 and not prompt and not has_question:
+        question = question_in(row, is_chat)
+        if question:
+            prompt = text_or_messages(row, question)
+            is_chat = True
+
+    if not is_chat:  # texts, of which a pair's may begin with the question
+        n = 0 if prompt or len(keys) == 1 else len(os.path.commonprefix(answers))  # noqa: RUF071
+        return prompt or answers[0][:n], [answer[n:] for answer in answers]
+
     answers = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in answers]
-    return prompt, answers, others
+    # the messages that begin both answers; of one answer alone, those before the assistant's first message
+    begin = [both[0] for both in itertools.takewhile(lambda both: both[0] == both[-1], zip(*answers))]
+    if len(keys) == 1:
+        begin = list(itertools.takewhile(lambda message: not is_answer(message), begin))
+    if has_question and (isinstance(prompt, str) or prompt == begin[: len(prompt)]):
+        contents = [str(message.get("content")) for message in begin]
+        if isinstance(prompt, str) and not any(prompt.strip() in content for content in contents):
+            raise ValueError(f"the answers begin with {len(begin)} equal messages, and 'prompt' = "
+                             f"{quoted(prompt)} is in none of them")
+        if not begins_with_question(begin):
+            raise ValueError(f"the answers begin with {len(begin)} equal messages, and the user's question "
+                             "is in none of them")
+        repr([prompt, *[answer[: len(begin)] for answer in answers]])  # they are read, as `begin`
+        answers = [answer[len(begin) :] for answer in answers]
+        prompt = begin
+    if isinstance(prompt, str):
+        prompt = messages_of(row | {"instruction": prompt, "output": ""}, "instruction + output")[:-1]
+        if len(keys) == 1:  # Alpaca's form, whose history is trained on
+            return prompt, answers
+    return [message | {"weight": 0} for message in prompt], answers
 
 
-def split_conversations(answers, prompt):
-    """Two conversations -> (the messages that begin both, the rest of each). prompt: UltraFeedback's."""
-    equal = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
-    common = [message for message, _ in equal]
-    contents = [str(message.get("content")) for message in common]
-    if not begins_with_question(common) or not any(prompt.strip() in content for content in contents):
-        what = f"'prompt' = {quoted(prompt)}" if prompt else "the user's question"
-        raise ValueError(f"both answers begin with {len(common)} equal messages, and {what} is in none of "
-                         "them")
-    return common, [answer[len(common) :] for answer in answers]
+def is_answer(message):
+    return OTHER_ROLES.get(message["role"], message["role"]) == "assistant"
 
 
-def text_or_turns(value, key):
-    """A text, or a list of messages, also as JSON."""
-    turns = from_json(value)
-    are_messages = isinstance(turns, list) and all(
-        isinstance(one, dict) and one.keys() & {"role", "from"} for one in turns)
-    if isinstance(value, list) or (turns and are_messages):
-        return turns_of(value, key)
-    if not isinstance(value, str):
-        raise ValueError(f"{key!r} must be text or a list of messages, got {quoted(value)}")
-    return value
-
-
-def begins_with_question(answer):
-    """Whether the first message of an answer, except system messages, is the user's. A text has none."""
-    roles = [one["role"] for one in answer if isinstance(one, dict)]
+def begins_with_question(messages):
+    """Whether the first message, except system messages, is the user's. A text has none."""
+    roles = [dict.get(one, "role") for one in messages if isinstance(one, dict)]
     first = next((role for role in roles if role not in ("system", "developer")), None)
     return first in ("user", "human")
 
 
-def question_in(example, is_conversation):
+def question_in(row, is_chat):
     """The key of the question in a pair without 'prompt'. None: its texts may begin with the question."""
-    names = [key for key in QUESTION_KEYS if key in example]
+    names = [key for key in QUESTION_KEYS if key in row]
     names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
     if len(names) == 1:
         return names[0]
     # else whatever holds text may be the question: without it answers would be trained on for themselves
-    names = names or [key for key, value in example.items()
-                      if key not in OF_CHATS | {"label"} and '"' in json.dumps(value, default=str)]
+    names = names or [key for key, value in dict.items(row) if next(texts_in(value), None) is not None
+                      and key not in (*OF_CHATS, *FORMATS[PAIR], "label")]
     if names:
-        name = names[0] if len(names) == 1 else "NAME"
-        raise ValueError(f"no prompt, but {listing(names)}: --columns {name}=prompt has to say which "
-                         "is the question, and keys that are none have to go")
-    if is_conversation:
+        is_list = are_messages(from_json(dict.get(row, names[0])))
+        key = "prompt" if is_list or "instruction" in names else "instruction"
+        advice = columns_for(dict(row, chosen="", rejected=""), True) or f"{names[0]}={key}"
+        raise ValueError(f"no prompt, but {listing(names)}: --columns {advice} has to say which is the "
+                         "question")
+    if is_chat:
         raise ValueError("no prompt: expected 'prompt', or answers that both begin with the user's question")
     return None
 
 
-def read_example(example, form, tokenizer, report):
-    """A dict in one of FORMATS, except PAIR, -> [Text]. It may raise any error."""
-    if form == "text":
-        return [Text(text_in(example, "text"))]
-    if form == "prompt + completion" and isinstance(example["prompt"], str):
-        prompt = example["prompt"]
-        completion = text_in(example, "completion")
-        if not any(example.get(key) for key in OF_CONVERSATIONS):
-            text = prompt + completion
-            return [Text(text, [(len(prompt), len(text))], form)]
-        example = example | {"instruction": prompt, "output": completion}
-        form = "instruction + output"
-    variables = json_in(example.get("chat_template_kwargs") or {}, dict,
-                        "'chat_template_kwargs' must be an object")
-    tokenizer = tokenizer.for_example(variables)
-    given = messages_of(example, form)
+def are_messages(value):
+    """Whether a value is a list of messages. A text may be a JSON list of other objects."""
+    def is_message(one):
+        names = one.keys() if isinstance(one, dict) else ()
+        return ("role" in names and not SAID.isdisjoint(names)) or {"from", "value"} <= {*names}
+
+    roles = {*ROLES, *OTHER_ROLES}
+    return (isinstance(value, list) and bool(value) and all(map(is_message, value))
+            and any(dict.get(one, "role", dict.get(one, "from")) in roles for one in value))
+
+
+def text_or_messages(row, key):
+    """A text, or messages: a list of them, one of them, or JSON of these. Other JSON is a text."""
+    value = row.get(key)
+    found = from_json(value)
+    if isinstance(found, dict):
+        found = [found]
+    if are_messages(found) or isinstance(value, list):
+        dict.__setitem__(row, key, found)
+        return turns_of(row, key)
+    return text_in(row, key, "text or a list of messages")
+
+
+def has_turns(one, tokenizer):
+    """Whether the trained part of a plain text has turns of a chat: questions would be trained on."""
+    trained = one.text[one.spans[0][0] :] if one.spans else one.text
+    markers = {*tokenizer.markers} - {*tokenizer.variables.values()}  # EOS ends texts, too
+    return bool(TURN.search(trained)) or any(marker in trained for marker in markers)
+
+
+def read_chat(row, messages, form, tokenizer, report):
+    """Messages, with what a row has beside them, -> [Text]. It may raise any error."""
+    variables = {}
+    if row.get("chat_template_kwargs"):
+        variables = json_in(row, "chat_template_kwargs", dict, "'chat_template_kwargs' must be an object")
+    tokenizer = tokenizer.for_example(dict(variables))
+    for name in variables.keys() & tokenizer.template_reads:
+        variables[name]  # it is looked at
+    given = messages
+    system = text_in(row, "system")
+    if system and [message["role"] for message in messages[:1]] != ["system"]:
+        given = [{"role": "system", "content": system}, *messages]
+    elif system and messages[0].get("content") != system:
+        raise ValueError("'system' is another text than the first message, which is a system message")
     reads_tools_of_messages = "tools" in tokenizer.template_words
-    tools = read_tools([example] if reads_tools_of_messages else [example, *given])
-    messages = check_messages(given, tools)
+    tools = read_tools([row] if reads_tools_of_messages else [row, *given], report)
+    messages = check_messages(given, tools, report)
     if "developer" not in tokenizer.template_words:
         report.note("developer messages are read as system messages: the template has no such role",
                     sum(message["role"] == "developer" for message in messages))
         messages = [one | {"role": one["role"].replace("developer", "system")} for one in messages]
-    texts = tokenizer.conversation(messages, tools, report, form == "prompt + completion")
-    unread = {f"chat_template_kwargs.{name}" for name in variables.keys() - tokenizer.template_reads}
-    for message in messages:
-        for key in message.keys() - tokenizer.template_words:
-            # it asks to train on what somebody else says
-            in_vain = key in TRAINED_KEYS and message[key] and message["role"] != "assistant"
-            if key not in MESSAGE_KEYS or in_vain:
-                unread.add(f"messages.{key}")
-    for message in given:
-        parts = message["content"] if isinstance(message.get("content"), list) else []
-        unread |= {f"messages.content.{key}" for part in parts for key, value in part.items()
-                   if value is not None and key not in ("type", "text", "refusal")}
-    report.unread = sorted({*report.unread, *unread})[:MAX_UNREAD]
+    texts = tokenizer.conversation(messages, tools, report, form in (PAIR, "prompt + completion"))
+    if form != PAIR and tokenizer.train_on != "all" and not any(map(is_answer, messages)):
+        report.note("chats have no answer, which is a message of the role 'assistant': dropped")
+        return []
     return [one._replace(form=form, is_chat=True, is_further=i > 0) for i, one in enumerate(texts)]
 
 
-def text_in(example, key):
-    value = example.get(key, "")
+def text_in(row, key, expected="text"):
+    value = row.get(key, "")
     if not isinstance(value, str):
-        raise ValueError(f"{key!r} must be text, got {quoted(value)}")
+        raise ValueError(f"{key!r} must be {expected}, got {quoted(value)}")
     return value
 
 
-def json_in(value, kind, must):
-    """A dict or a list, maybe as JSON: a csv file has only texts. must: words of an error."""
+def json_in(holder, key, kind, must):
+    """A dict or a list in a Row or a list, maybe as JSON: a csv file has only texts. must: words of an error.
+    It takes the place of the text: its keys, too, are listed if nobody looks at them."""
+    value = holder[key]
     found = from_json(value)
     if found is None and value is not None:  # json.dumps(None)
-        return kind()
+        found = kind()
     if not isinstance(found, kind):
         raise ValueError(f"{must}, got {quoted(value)}")
+    holder[key] = found
     return found
 
 
@@ -1413,87 +1617,95 @@ def from_json(value):
     """Parses a text that is JSON; any other value stays."""
     with contextlib.suppress(ValueError):
         while isinstance(value, str):
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=row_of_pairs)
     return value
 
 
-def without_nulls(value, but=None):
-    """Removes keys whose value is null, at every depth, except inside of the key `but`."""
+def without_nulls(value, keep=(), lost=None):
+    """Removes keys whose value is null, at every depth, except the keys `keep` and what is inside of them.
+    lost: a list that gets the names of these keys."""
     if isinstance(value, list):
-        return [without_nulls(item, but) for item in value]
+        return [without_nulls(item, keep, lost) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: item if key == but else without_nulls(item, but)
-            for key, item in value.items() if item is not None}
+    found = {}
+    for key, item in dict.items(value):
+        if key in keep:
+            found[key] = item
+        elif item is not None:
+            found[key] = without_nulls(item, keep, lost)
+        elif lost is not None:
+            lost.append(key)
+    return Row(found, value._looked_at) if isinstance(value, Row) else found
 
 
-def read_tools(places):
-    """The tools of an example, or None. places: the example, and its messages (GLM's, DeepSeek's tools)."""
+def read_tools(places, report):
+    """The tools of a row, or None. places: the row, and its messages (GLM's and DeepSeek's tools)."""
     must = "a tool of 'tools' must be an object"
-    given = [from_json(place.get(key)) for place in places for key in TOOLS_KEYS]
+    given = []
+    for place in places:
+        for key in TOOLS_KEYS:
+            if place.get(key):
+                given.append(json_in(place, key, list, "'tools' must be a list of JSON schemas"))
     given = [tools for tools in given if tools]
     if any(others != given[0] for others in given):
         raise ValueError("'tools' or 'functions' of the row and of its messages are not the same")
-    tools = []
-    for tool in json_in(given[0] if given else [], list, "'tools' must be a list of JSON schemas"):
-        tool = json_in(tool, dict, must)
-        function = json_in(tool.get("function", tool), dict, must)
+    repr(given[1:])  # they are looked at
+    tools = given[0] if given else []
+    for i in range(len(tools)):
+        tool = json_in(tools, i, dict, must)
+        tool.get("type")  # all are functions
+        function = json_in(tool, "function", dict, must) if "function" in tool else tool
         text_in(function, "name")
-        if "parameters" in function:
-            function = function | {"parameters": from_json(function["parameters"])}
-        tools.append(tool | {"function": function} if "function" in tool else function)
-    return without_nulls(tools) or None
+        function["parameters"] = from_json(function.get("parameters"))
+    lost = []
+    tools = without_nulls(tools, WITH_NULLS, lost)
+    lost = {*lost} - {"parameters"}
+    report.note("tools have keys that are null, which are read as absent", bool(lost), listing(lost))
+    return tools or None
 
 
-def messages_of(example, form):
+def messages_of(row, form):
+    """The messages of a row in a format, except those of a prompt and a completion."""
+    if form != "instruction + output":
+        return turns_of(row, form)
+    parts = text_in(row, "instruction"), text_in(row, "input")
+    must = "'history' must be a list of pairs of texts"
+    history = json_in(row, "history", list, must) if row.get("history") else []
     messages = []
-    if form == "prompt + completion":
-        # answers in the prompt are not trained on
-        prompt = [{**message, "weight": 0} for message in turns_of(example["prompt"], "prompt")]
-        messages = prompt + turns_of(example["completion"], "completion")
-    elif form == "instruction + output":
-        parts = text_in(example, "instruction"), text_in(example, "input")
-        question = "\n".join(filter(None, parts))
-        turns = json_in(example.get("history") or [], list, "'history' must be a list of pairs of texts")
-        for turn in [*turns, [question, text_in(example, "output")]]:
-            if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
-                raise ValueError(f"'history' must list pairs of texts, got {quoted(turn)}")
-            messages.append({"role": "user", "content": turn[0]})
-            messages.append({"role": "assistant", "content": turn[1]})
-    else:
-        messages = turns_of(example[form], form)
-    system = text_in(example, "system")
-    first = messages[0] if messages else {}
-    if system and first.get("role") != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    elif system and first.get("content") != system:
-        raise ValueError("'system' is another text than the first message, which is a system message")
+    for turn in [*history, ["\n".join(filter(None, parts)), text_in(row, "output")]]:
+        if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
+            raise ValueError(f"'history' must list pairs of texts, got {quoted(turn)}")
+        messages.append({"role": "user", "content": turn[0]})
+        messages.append({"role": "assistant", "content": turn[1]})
     return messages
 
 
-def turns_of(turns, key):
-    """Gives ShareGPT's messages the keys role and content. key: of this list, for errors."""
+def turns_of(row, key):
+    """The messages of a row, with the keys role and content: ShareGPT's have others."""
     messages = []
-    for turn in json_in(turns, list, f"{key!r} must be a list of messages"):
+    for turn in json_in(row, key, list, f"{key!r} must be a list of messages"):
         if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
             raise ValueError(f"a message of {key!r} must be an object with 'role' and 'content', or 'from' "
                              f"and 'value', got {quoted(turn)}")
         if "role" not in turn:
-            turn = dict(turn)
-            turn = {"role": turn.pop("from"), "content": turn.pop("value", None)} | turn
+            said = Row({"role": turn.pop("from"), "content": turn.pop("value", None)}, turn._looked_at)
+            turn = said | dict(turn)
         messages.append(turn)
     return messages
 
 
-def check_messages(messages, tools=None):
+def check_messages(messages, tools=None, report=None):
     """Messages as templates expect them: no None, texts joined, calls of tools as objects."""
     if not messages:
         raise ValueError("no messages")
-    functions = [tool.get("function", tool) for tool in tools or ()]
-    schemas = {function.get("name"): function.get("parameters") for function in functions}  # for arguments
+    report = report or FileReport()
+    functions = [dict.get(tool, "function", tool) for tool in tools or ()]
+    # for arguments
+    schemas = {dict.get(function, "name"): dict.get(function, "parameters") for function in functions}
     checked = []
-    for given in messages:
-        message = check_message(given, schemas)
+    for given in rows_of(messages):
+        message = check_message(given, schemas, report)
         before = checked[-1] if checked and given["role"] in CALL_ROLES else {}
         if before.get("role") == "assistant" and is_trained(before) == is_trained(message):
             # an answer that calls several tools, or says something first, is one turn
@@ -1503,81 +1715,133 @@ def check_messages(messages, tools=None):
     return checked
 
 
-def check_message(message, schemas):
+def check_message(given, schemas, report):
+    calls = []
+    if given.get("tool_calls"):
+        calls += json_in(given, "tool_calls", list, "'tool_calls' must be a list of objects")
+    if given.get("role") in CALL_ROLES:  # one or several as JSON in place of a text
+        given["content"] = from_json(given.get("content"))
+        calls += given["content"] if isinstance(given["content"], list) else [given["content"]]
+    if from_json(given.get("function_call")):  # OpenAI's, before an answer could have several
+        calls.append(given["function_call"])
+    calls = [read_call(calls, i, schemas, report) for i in range(len(calls))]
     # nulls in arguments may mean something; otherwise only an empty answer does
-    message = {key: value for key, value in without_nulls(message, but="arguments").items()
-               if key == "content" or value not in ("", [], {}, "null")}
-    calls = json_in(message.pop("tool_calls", []), list, "'tool_calls' must be a list of objects")
-    if message.get("role") in CALL_ROLES:  # one or several as JSON in place of a text
-        content = from_json(message.pop("content", None))
-        calls = calls + (content if isinstance(content, list) else [content])
-    if "function_call" in message:  # OpenAI's, before an answer could have several
-        calls = [*calls, message.pop("function_call")]
+    message = without_nulls(given, WITH_NULLS)
+    message = Row({key: value for key, value in dict.items(message) if key not in TRAINED_KEYS
+                   and (key == "content" or value not in ("", [], {}, "null"))}, given._looked_at)
+    message.pop("function_call", None)
+    message.pop("tool_calls", None)
     if calls:
-        message["tool_calls"] = [read_call(call, schemas) for call in calls]
+        message["tool_calls"] = calls
+    if message.get("role") in CALL_ROLES:
+        del message["content"]
     role = message.get("role")
     if isinstance(role, str):
         message["role"] = role = OTHER_ROLES.get(role, role)
     if role not in ROLES:
         raise ValueError(f"unknown role {quoted(role)}; expected {', '.join(ROLES)}")
-    for key in TRAINED_KEYS:
-        if message.get(key, 1) not in (0, 1):
-            raise ValueError(f"{key!r} must be 0 or 1, got {quoted(message[key])}")
+    read_marks(given, message)
     if not message.get("content") and "refusal" in message:  # OpenAI's answers have the one or the other
         message["content"] = message.pop("refusal")
-    content = message.get("content")
     must = f"'content' of a message of {role!r} must be text"
-    if isinstance(content, list):
-        texts = []
-        for part in content:  # OpenAI's parts, {"type": "text", "text": ...}
-            if not isinstance(part, dict):
-                raise ValueError(f"{must}, got a part {quoted(part)}")
-            kind = part.get("type", "text")
-            text = part.get("refusal" if kind == "refusal" else "text")
-            if kind not in TEXT_PARTS or not isinstance(text, str):
-                raise ValueError(f"{must}, got a part of the type {quoted(kind)}: {quoted(part)}; expected "
-                                 "calls in 'tool_calls', and each result in a message of the role 'tool'")
-            texts.append(text)
-        content = message["content"] = "".join(texts)
+    if isinstance(message.get("content"), list):
+        message["content"] = "".join(text_of_part(part, must) for part in message["content"])
+    content = message.get("content")
     if not isinstance(content, str) and (content is not None or not calls):
         raise ValueError(f"{must}, got {quoted(content)}; its keys: {listing(message)}")
     thoughts = [text_in(message, key) for key in THOUGHTS if key in message]
     if thoughts:  # templates read it by the first or by the second of these names
-        message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
+        message = Row({"thinking": thoughts[0]}, given._looked_at) | message
+        message["reasoning_content"] = thoughts[0]
     return message
 
 
+def text_of_part(part, must):
+    """The text of one of OpenAI's parts, {"type": "text", "text": ...}."""
+    if not isinstance(part, dict):
+        raise ValueError(f"{must}, got a part {quoted(part)}")
+    kind = part.get("type", "text")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind in TEXT_PARTS and isinstance(text, str):
+        return text
+    expected = "expected calls in 'tool_calls', and each result in a message of the role 'tool'"
+    if re.match("image|input_image|audio|input_audio|video|file", str(kind)):
+        expected = "oomph reads text only: leave such rows out of the file"
+    raise ValueError(f"{must}, got a part of the type {quoted(kind)}: {quoted(part)}; {expected}")
+
+
+def read_marks(given, message):
+    """Gives an answer that is not trained on the weight 0, which is_trained() reads."""
+    for key in TRAINED_KEYS:
+        value = dict.get(given, key)
+        if value in (None, "", "null"):
+            continue
+        mark = MARKS.get(str(value).lower())
+        if mark is None:
+            raise ValueError(f"{key!r} must be 0 or 1, got {quoted(value)}")
+        if mark == 0 or message["role"] == "assistant":
+            given.get(key)  # else it asks to train on what somebody else says: it is not looked at
+        if mark == 0:
+            message["weight"] = 0
+
+
 def is_trained(message):
-    return all(message.get(key, 1) for key in TRAINED_KEYS)
+    return bool(message.get("weight", 1))
 
 
-def read_call(call, schemas):
+def read_call(calls, i, schemas, report):
     """A call of a tool, or only its function, also as JSON -> a call with arguments as an object."""
     must = "a call of a tool must be an object"
-    call = json_in(call, dict, must)
-    if "function" not in call:  # only a function, as older formats have it
-        call = {"type": "function", "function": call}
-    function = json_in(call["function"], dict, must)
+    call = json_in(calls, i, dict, must)
+    call.get("type")  # all are functions
+    function = json_in(call, "function", dict, must) if "function" in call else call
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError(f"'name' of a call of a tool must be text, got {quoted(name)}")
-    arguments = json_in(from_json(function.get("arguments")) or {}, dict,
-                        f"'arguments' of a call of {quoted(name)} must be an object")
-    arguments = without_unnamed_nulls(arguments, schemas.get(name))
-    return call | {"function": function | {"arguments": arguments}}
+    must = f"of a call of {quoted(name)} must be an object"
+    given = [json_in(place, key, dict, f"{key!r} {must}") for place in (function, call) for key in ARGUMENTS
+             if dict.get(place, key) not in (None, "")]
+    filled = [one for one in given if one]
+    if any(one != filled[0] for one in filled):
+        raise ValueError(f"a call of {quoted(name)} has two different {' or '.join(ARGUMENTS)}")
+    arguments = filled[0] if filled else {}
+    unread = {key for place in (function, call) for key, value in dict.items(place)
+              if value not in (None, "", [], {}) and key not in place._looked_at
+              and (isinstance(from_json(value), dict) or not given)}
+    unread -= {"id", "index", *ARGUMENTS}
+    if unread and not arguments:
+        raise ValueError(f"a call of {quoted(name)} has no arguments, but {listing(unread)}: arguments are "
+                         f"read from {' or '.join(ARGUMENTS)}")
+    lost = []
+    arguments = without_unnamed_nulls(arguments, schemas.get(name), lost)
+    report.note("calls have arguments that are null and that the tool does not have: left out", bool(lost),
+                listing({*lost}))
+    # in the order of its keys, which templates may write
+    said = {"arguments" if key in ARGUMENTS else key: value for key, value in dict.items(function)
+            if value is not None and (key == "name" or key in ARGUMENTS or function is not call)}
+    said["arguments"] = arguments
+    others = {key: value for key, value in dict.items(call)
+              if value is not None and key not in said and key not in ARGUMENTS}
+    return Row(others | {"type": "function", "function": Row(said, function._looked_at)}, call._looked_at)
 
 
-def without_unnamed_nulls(value, schema):
-    """Removes arguments that are null, and that the tool does not have: a table has a cell for each name."""
-    if not isinstance(schema, dict):
-        return value
-    properties = schema.get("properties")
+def without_unnamed_nulls(value, schema, lost):
+    """Removes arguments that are null, and that the tool does not have: a table has a cell for each name.
+    What is left has no Rows: it is all shown to the model, or counted as lost."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
     if isinstance(value, list):
-        value = [without_unnamed_nulls(item, schema.get("items")) for item in value]
-    elif isinstance(value, dict) and isinstance(properties, dict):
-        value = {key: without_unnamed_nulls(item, properties.get(key)) for key, item in value.items()
-                 if item is not None or key in properties}
-    return value
+        items = schema.get("items") if isinstance(schema, dict) else None
+        return [without_unnamed_nulls(item, items, lost) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {}
+    for key, item in value.items():
+        if item is None and isinstance(properties, dict) and key not in properties:
+            lost.append(key)
+        else:
+            inner = properties.get(key) if isinstance(properties, dict) else None
+            found[key] = without_unnamed_nulls(item, inner, lost)
+    return found
 
 
 # ---------------- data files, tokenized once
@@ -1595,6 +1859,7 @@ EXPECTED = ("expected a .jsonl, .json, .csv or .txt file (or .gz of it), a .parq
             "Hub (org/name, org/name:split, org/name/subset:split) or a folder of datasets' save_to_disk()")
 READ_CHARS = 2**20  # text that is tokenized at once
 MAX_TEXT_BYTES = 2**24  # of a document: to tokenize it takes a hundred times as much memory
+MAX_UNREAD_SHOWN = 20
 MAX_UNREAD = 100  # names of keys in a report: each line of a file may have other ones
 NOTHING_SAID = "have answers of nothing but their ends: dropped"
 
@@ -1608,17 +1873,67 @@ def files_matching(names):
     return found
 
 
+# {the first bytes of files that are not read: what they are}
+OTHER_FILES = {
+    b"PK\3\4": "a zip archive, or a .docx or .xlsx file: unzip it, or save its text as .csv or .jsonl",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: zstd -d makes the file that is read",
+    b"\xfd7zXZ\0": "compressed by xz: xz -d makes the file that is read",
+    b"BZh": "compressed by bzip2: bzip2 -d makes the file that is read",
+    b"7z\xbc\xaf": "a 7z archive: unpack it",
+    b"ARROW1": "an Arrow file: pyarrow.feather.read_table() and to_pylist() read it",
+    b"%PDF": "a PDF: save its text as .txt",
+    b"SQLite format 3": "a database of SQLite: sqlite3 -csv -header writes its tables",
+    b"\x80\x04": "a pickle, which may run code: save it as .jsonl",
+    b"\xd0\xcf\x11\xe0": "a .doc or .xls file: save its text as .csv or .txt",
+}
+
+
+@functools.cache
+def copy_of_pipe(path):
+    """A temporary file with all that a pipe gives: it can be read once, and data are read twice."""
+    file = tempfile.NamedTemporaryFile(prefix="oomph-data-")  # noqa: SIM115, the cache keeps it open
+    with open(path, "rb") as pipe:
+        shutil.copyfileobj(pipe, file)
+    file.flush()
+    return file
+
+
+def open_bytes(path):
+    """Opens a file, decompressed if its first bytes are gzip's."""
+    with open(path, "rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if is_gzip else open(path, "rb")
+
+
+def type_of(path, name):
+    """One of FILE_TYPES, by the first bytes of a file and then by its name."""
+    with open(path, "rb") as file:
+        raw = file.read(16)
+    for first, what in OTHER_FILES.items():
+        if raw.startswith(first):
+            raise ValueError(f"{name}: {what}")
+    if raw.startswith(b"PAR1"):
+        return "parquet"
+    file_type = name.lower().removesuffix(".gz").rpartition(".")[2]
+    if file_type not in FILE_TYPES:
+        with open_bytes(path) as file:
+            if file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"{", b"["):
+                raise ValueError(f"{name}: not a format that is read; {EXPECTED}")
+        return "jsonl"
+    return file_type
+
+
 def files_of(name, revisions):
     """A value of --data -> (one of FILE_TYPES or "arrow", its files, fetched if on the Hub)."""
     path = Path(name)
-    file_type = name.lower().removesuffix(".gz").rpartition(".")[2]
+    if path.is_fifo():
+        path = Path(copy_of_pipe(path).name)
     if path.is_file():
         check_is_file(path)
-        if file_type not in FILE_TYPES:
-            raise ValueError(f"{name}: not a format that is read; {EXPECTED}")
-        return file_type, [path]
+        return type_of(path, name), [path]
     # data/train.jsonl looks like a data set's name, too, but who writes it means a file
-    is_hub_name = HUB_NAME.fullmatch(name) and file_type not in FILE_TYPES and not path.exists()
+    is_file_name = name.lower().removesuffix(".gz").endswith(tuple(f".{one}" for one in FILE_TYPES))
+    is_hub_name = HUB_NAME.fullmatch(name) and not is_file_name and not path.exists()
     if not is_hub_name and not is_saved_set(name):
         problem = f"a folder: give '{name}/*.jsonl', in quotes" if path.is_dir() else "no such file"
         raise ValueError(f"{name}: {problem}; {EXPECTED}")
@@ -1643,13 +1958,13 @@ def examples_in(file_type, paths):
 
 
 def text_examples(path, file_type):
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
-    # bytes that are not UTF-8 become surrogates, which hash_of_text() refuses
-    with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
+    with open_bytes(path) as file:
         head = file.read(4096)
-        if "\0" in head:  # every second byte of English in UTF-16 is one
-            raise ValueError("not valid UTF-8: it has zero bytes: save it as UTF-8")
-        file.seek(0)
+    # every second byte of English in UTF-16 is zero; a single one is a character
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or head.count(b"\0") > len(head) / 8:
+        raise ValueError("not valid UTF-8: it has zero bytes, as UTF-16 has: save it as UTF-8")
+    # bytes that are not UTF-8 become surrogates, which hash_of_text() refuses
+    with open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape") as file:
         if file_type == "csv":
             yield from csv_examples(file)
         elif file_type == "txt":  # each megabyte of whole lines is a document
@@ -1657,10 +1972,43 @@ def text_examples(path, file_type):
             while lines := file.readlines(READ_CHARS):
                 yield line, {"text": "".join(lines)}
                 line += len(lines)
-        elif head.lstrip().startswith("["):  # one array of examples
-            yield from enumerate(json.load(file), 1)
         else:
-            yield from enumerate(file, 1)
+            yield from json_examples(file)
+
+
+def json_examples(file):
+    """Yields (line, JSON or value) for a file with an object a line, one array, or objects over lines."""
+    is_first = True
+    for line, text in enumerate(file, 1):
+        text = text.removeprefix("\ufeff")  # of a file that was appended to another
+        start = text.strip()
+        if not start:
+            continue
+        if is_first and start.startswith("[") and not are_messages(from_json(start)):
+            items = json.loads(text + file.read(), object_pairs_hook=row_of_pairs)
+            yield from enumerate(({"text": item} if isinstance(item, str) else item for item in items), 1)
+        elif start == "{":  # an object over several lines
+            text += file.read()
+            yield from ((line + n, one) for n, one in objects_in(text) or enumerate(text.splitlines()))
+        elif start.endswith("},") or re.search(r"\}\s*\{", start):
+            yield from ((line, one) for _, one in objects_in(text) or [(line, text)])
+        else:
+            yield line, text
+        is_first = False
+
+
+def objects_in(text):
+    """The JSON objects that follow each other in a text -> [(lines before it, its text)], or None."""
+    found = []
+    position = 0
+    with contextlib.suppress(ValueError):
+        while text[position:].strip(" \t\r\n,"):
+            position = text.index("{", position)
+            _, stop = json.JSONDecoder().raw_decode(text, position)
+            found.append((text.count("\n", 0, position), text[position:stop]))
+            position = stop
+        return found
+    return None
 
 
 def csv_examples(file):
@@ -1668,19 +2016,23 @@ def csv_examples(file):
     csv.field_size_limit(MAX_TEXT_BYTES)  # a field is a whole text, and the default limit is 128 KiB
     # strict: a quote that is never closed would make one field of all that follows
     reader = csv.reader(file, strict=True)
-    header = next(filter(None, reader), [])  # without the blank lines before it
-    if len(header) == 1 and (other := re.search("[;\t]", header[0])):
-        raise ValueError(f"line {reader.line_num}: expected commas between columns, got {other[0]!r}")
-    if len(set(header)) < len(header):
-        raise ValueError(f"line {reader.line_num}: two columns have the same name: {listing(header)}")
-    line = reader.line_num + 1  # the first one of an example, which may have several
-    for fields in reader:
-        if fields and len(fields) != len(header):
-            raise ValueError(f"line {line}: number of fields {len(fields)}, in the header {len(header)}: "
-                             "a field with a comma or a line break needs quotes")
-        if fields:  # no blank line
-            yield line, {name: field or None for name, field in zip(header, fields)}
+    line = 1  # the first one of an example, which may have several
+    try:
+        header = next(filter(None, reader), [])  # without the blank lines before it
+        if len(header) == 1 and (other := re.search("[;\t]", header[0])):
+            raise ValueError(f"line {reader.line_num}: expected commas between columns, got {other[0]!r}")
+        if len(set(header)) < len(header):
+            raise ValueError(f"line {reader.line_num}: two columns have the same name: {listing(header)}")
         line = reader.line_num + 1
+        for fields in reader:
+            if fields and len(fields) != len(header):
+                raise ValueError(f"line {line}: number of fields {len(fields)}, in the header {len(header)}: "
+                                 "a field with a comma or a line break needs quotes")
+            if fields:  # no blank line
+                yield line, {name: field or None for name, field in zip(header, fields)}
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"line {line}: {error}") from error
 
 
 def table_examples(path, file_type):
@@ -1731,7 +2083,7 @@ def tokenized(spec, tokenizer, columns=(), revisions=None):
                     raise ValueError("changed while it was read: start again when it is complete")
                 put_in_place(unfinished, folder, keep_older=True)
     except ValueError as error:
-        raise ValueError(f"{spec}: {error}") from error
+        raise type(error)(f"{spec}: {error}") from error
     return folder
 
 
@@ -1749,6 +2101,10 @@ def own_folder(cache):
         folder = Path(place) / "documents"  # `place` itself is for this user's eyes only
         folder.mkdir()
         yield folder
+
+
+class EmptyFile(ValueError):
+    """A file without examples, which may be one of many shards."""
 
 
 def sha256_of(path):
@@ -1780,9 +2136,9 @@ class FileReport:
     formats: dict = dataclasses.field(default_factory=Counter)  # {one of FORMATS: number of examples}
     n_chats: int = 0
     notes: dict = dataclasses.field(default_factory=Counter)  # {what to print: number of examples}
-    first_lines: dict = dataclasses.field(default_factory=dict)  # {note: the first line with it}
     renamed: list = dataclasses.field(default_factory=list)  # columns of --columns that an example has
-    unread: list = dataclasses.field(default_factory=list)  # keys of examples that their formats do not read
+    examples: dict = dataclasses.field(default_factory=dict)  # {a note: what it is about, once}
+    unread: dict = dataclasses.field(default_factory=dict)  # {path of a key that is not read: examples}
     new_ids: list = dataclasses.field(default_factory=list)  # tokens of --add_tokens that occur
     n_tokens: int = 0
     n_further: int = 0  # further documents, and the tokens in them
@@ -1791,18 +2147,18 @@ class FileReport:
     checksums: dict = dataclasses.field(default_factory=dict)  # see checksums_of()
     checksum: int = 0  # covers the fields above
 
-    def note(self, text, n=1, line=None):
+    def note(self, text, n=1, example=None):
         if n:
             self.notes[text] += int(n)
-        if line is not None:
-            self.first_lines.setdefault(text, line)
+            if example is not None:
+                self.examples.setdefault(text, str(example))
 
     def note_lines(self):
         lines = ""
         for text, n in self.notes.items():
             lines += f"\n  {n:,} {text}"
-            if text in self.first_lines:
-                lines += f" (the first: line {self.first_lines[text]})"
+            if text in self.examples:
+                lines += f" ({self.examples[text]})"
         return lines
 
 
@@ -1830,6 +2186,8 @@ def tokenize(examples, tokenizer, folder, columns):
         for name, values in arrays.items():
             with open(folder / name, "ab") as file:
                 file.write(values)
+    if not report.n_examples:
+        raise EmptyFile("nothing to train on: it has no examples")
     if not report.n_tokens:
         raise ValueError(f"nothing to train on{report.note_lines()}{report.errors}")
     report.checksums = checksums_of(folder)
@@ -1853,15 +2211,21 @@ def read_examples(examples, tokenizer, columns, report):
             if report.n_bad == report.n_examples == 20:
                 raise ValueError(f"none of the first 20 examples can be trained on:{report.errors}") from None
             continue
+        if not texts:
+            continue
         first = texts[0]
         report.formats[first.form] += 1
         if dropped := [one.dropped for one in texts if one.text is None]:  # both answers of a pair go
-            report.note(dropped[0], line=line)
+            report.note(dropped[0], example=f"the first: line {line}")
             continue
         report.n_chats += first.is_chat
         if first.form in (PAIR, "prompt + completion") and not first.is_chat and tokenizer.has_template:
-            report.note("prompts are plain strings: the chat template is NOT applied to them. Use lists of "
-                        "messages if the model is a chat model")
+            names = {key: column for column, key in columns}
+            advice = f"{names.get('prompt', 'prompt')}=instruction"
+            if first.form != PAIR:
+                advice += f" {names.get('completion', 'completion')}=output"
+            report.note("prompts are plain strings: the chat template is NOT applied to them; "
+                        f"--columns {advice} applies it")
         some.append((line, texts))
         n_chars += sum(len(one.text) for one in texts)
         if n_chars >= READ_CHARS:
@@ -2002,11 +2366,17 @@ class DataFile(NamedTuple):
     tokens: np.ndarray  # [n] int32, mapped from the cache
     supervised: np.ndarray  # [n] bool, mapped
     overflow: str = "split"  # of long documents: split, drop or truncate
-    n_long: int = 0  # documents of more than --seq_len positions
+    seq_len: int = 0
+    n_documents: int = 0  # or pairs
+    n_long: int = 0  # of them, of more than --seq_len positions
     longest: int = 0  # positions of the longest document
     n_untrained: int = 0  # documents without a supervised token
     n_tokens: int = 0  # positions of the parts that are trained on, without those of other hashes
     n_trained: int = 0  # supervised tokens
+
+    def too_long(self):
+        together = " with both answers together" if PAIR in self.report.formats else ""
+        return f"longer than --seq_len {self.seq_len}{together} (longest: {self.longest:,} tokens)"
 
 
 class Documents:
@@ -2050,7 +2420,13 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
             report = read_report(folder)
             tokens, supervised, documents = (
                 np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
-        except OSError as error:  # somebody has emptied the cache, for example
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                raise ValueError(f"{name}: file {number + 1} of {len(names)}: too many open files: a process "
+                                 f"may have {limit:,} here, and each file of --data needs 3: ulimit -n "
+                                 f"{4 * len(names) + 1000}, or join the files") from error
+            # somebody has emptied the cache, for example
             raise OSError(f"{name}: its tokens in the cache, {folder}, cannot be read ({error.strerror}): "
                           "start again") from error
         long = overflow
@@ -2065,13 +2441,14 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
         used = np.flatnonzero(parts["n_targets"])  # the rest would only make rows longer
         parts = parts[used]
         file = DataFile(
-            name, report, tokens, supervised, long,
+            name, report, tokens, supervised, long, seq_len,
+            n_documents=len(n_positions),
             n_long=int((n_positions > seq_len).sum()),
             longest=int(n_positions.max(initial=0)),
             n_untrained=len(np.setdiff1d(document, document[used])),
             n_tokens=int(n_positions_of(parts).sum()),
             n_trained=int(parts["n_targets"].sum()))
-        check_file(file, seq_len, vocab_size)  # all of it: a good file may have no example with these hashes
+        check_file(file, vocab_size)  # all of it: a good file may have no example with these hashes
         is_chosen = (parts["hash"] >= hashes.start) & (parts["hash"] < hashes.stop)
         parts = parts[is_chosen]
         files.append(file._replace(n_tokens=int(n_positions_of(parts).sum()),
@@ -2101,7 +2478,7 @@ def parts_of(documents, n_positions, seq_len, overflow):
     return document, parts
 
 
-def check_file(file, seq_len, vocab_size):
+def check_file(file, vocab_size):
     """Raises a ValueError if a file has too many bad examples, too few targets, or another model's tokens."""
     report = file.report
     why = None
@@ -2111,9 +2488,8 @@ def check_file(file, seq_len, vocab_size):
         why = f"token {report.largest_id} of {vocab_size} embeddings: the tokenizer belongs to another model"
     elif not file.n_trained:
         n_examples = count_of(report.n_examples, "examples")
-        why = (f"nothing to train on: of {n_examples}, {file.n_long} are longer than "
-               f"--seq_len {seq_len} (longest: {file.longest} tokens) and {file.n_untrained} have no trained "
-               f"token{report.note_lines()}")
+        why = (f"nothing to train on: of {n_examples}, {file.n_long} are {file.too_long()} and "
+               f"{file.n_untrained} have no trained token{report.note_lines()}")
     # The template or the masks are wrong. Further documents repeat the text before their answers.
     elif file.n_trained < 0.01 * file.n_tokens * (1 - report.n_further_tokens / report.n_tokens):
         why = f"only {file.n_trained:,} of {file.n_tokens:,} tokens are trained on: look with --inspect 3"
@@ -2193,6 +2569,7 @@ class Loader:
         self.rank, self.shard = divmod(rank, sequence_parallel)
         self.world = world // sequence_parallel
         self.waited_s = 0.0  # seconds that ahead() let its caller wait
+        self.of_files = {}  # {file of --eval_data: its Loader} if there are several
         # two epochs, because a step may reach into the next; a decorator would keep every loader in memory
         self.order = functools.lru_cache(maxsize=2)(self.make_order)
 
@@ -2307,7 +2684,7 @@ def share_of(eval_data):
     numbers = []
     for word in eval_data or ():
         with contextlib.suppress(ValueError):  # a file
-            numbers.append(float(word))
+            numbers.append(float(word[:-1]) / 100 if word.endswith("%") else float(word))
     if not numbers:
         return None
     share = numbers[0] if len(eval_data) == 1 else 0.0
@@ -2316,7 +2693,7 @@ def share_of(eval_data):
     if share >= 2 and share.is_integer():  # 1 may mean all, one example or one percent
         return int(share)
     raise ValueError(f"--eval_data {' '.join(eval_data)}: expected files, or one number alone: a share of "
-                     "--data above 0 and below 1, such as 0.02, or a number of its examples, 2 or more")
+                     "--data above 0 and below 1, such as 0.02 or 2%, or a number of its examples, 2 or more")
 
 
 def held_out_hashes(share, folders):
@@ -2356,34 +2733,55 @@ def unused_tokens(tokenizer, files):
 def open_data(args, tokenizer, vocab_size, ranks, revisions=None):
     """-> (loader of --data, loader of --eval_data or None). One rank of each machine fills its cache."""
     share = share_of(args.eval_data)
-    specs = args.data + (args.eval_data if args.eval_data and share is None else [])
+    specs = [(spec, False) for spec in args.data]  # (file, whether it is to evaluate on)
+    if args.eval_data and share is None:
+        specs += [(spec, True) for spec in args.eval_data]
     folders = []
+    n_others = Counter(is_eval for _, is_eval in specs)
     with ranks.agree():
         if ranks.local == 0:
-            folders = [tokenized(spec, tokenizer, args.columns or (), revisions) for spec in specs]
+            for spec, is_eval in specs:
+                try:
+                    folders.append(tokenized(spec, tokenizer, args.columns or (), revisions))
+                except EmptyFile as error:  # a shard of several
+                    folders.append(None)
+                    n_others[is_eval] -= 1
+                    if not n_others[is_eval]:
+                        raise
+                    say(f"note: {error}: left out")
     every = ranks.gather(folders)  # for each rank: empty but for the first one of a machine
     folders = every[ranks.rank - ranks.local]
     with ranks.agree():
         # compare_ranks() has seen files alone, and large ones in part; the name is a hash of all that is read
-        differing = [spec for spec, mine, first in zip(specs, folders, every[0]) if mine.name != first.name]
+        names = [[folder and folder.name for folder in of_rank] for of_rank in (folders, every[0])]
+        differing = [spec for (spec, _), mine, first in zip(specs, *names) if mine != first]
         if differing:
             raise ValueError(f"--data {listing(differing)}: not what rank 0 reads, or by other packages")
-        eval_folders = folders[len(args.data) :]
-        folders = folders[: len(args.data)]
+        found = [(spec, is_eval, folder) for (spec, is_eval), folder in zip(specs, folders) if folder]
+        eval_files = {spec: folder for spec, is_eval, folder in found if is_eval}
+        specs = [spec for spec, is_eval, _ in found if not is_eval]
+        folders = [folder for _, is_eval, folder in found if not is_eval]
         held_out = held_out_hashes(share, folders)
-        loader = make_loader(args, args.data, folders, range(held_out.stop, HASHES), vocab_size, ranks)
+        loader = make_loader(args, specs, folders, range(held_out.stop, HASHES), vocab_size, ranks)
         files = loader.documents.files
         eval_loader = None
         if share is not None:
-            eval_loader = make_loader(args, args.data, folders, held_out, vocab_size, ranks)
+            eval_loader = make_loader(args, specs, folders, held_out, vocab_size, ranks)
         elif args.eval_data:
-            eval_loader = make_loader(args, args.eval_data, eval_folders, range(HASHES), vocab_size, ranks)
+            eval_loader = make_loader(
+                args, eval_files, eval_files.values(), range(HASHES), vocab_size, ranks)
+            if len(eval_files) > 1:
+                eval_loader.of_files = {
+                    spec: make_loader(args, [spec], [folder], range(HASHES), vocab_size, ranks)
+                    for spec, folder in eval_files.items()}
             files = files + eval_loader.documents.files
         # a file may lack a column of --columns; one that no file has is misspelled
         renamed = {column for file in files for column in file.report.renamed}
         unknown = {column for column, _ in args.columns or ()} - renamed
         if unknown:
-            raise ValueError(f"--columns {listing(unknown)}: no row of the data has such a key")
+            unread = {path for file in files for path in file.report.unread if "." not in path}
+            raise ValueError(f"--columns {listing(unknown)}: no row of the data has such a key; keys that "
+                             f"are not read: {listing(unread, 20) or 'none'}")
         unused_tokens(tokenizer, loader.documents.files)
     return loader, eval_loader
 
@@ -2438,19 +2836,32 @@ def print_file(file):
     # a small file may be held out as a whole
     say(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
     if file.n_long:
-        say(f"  {file.n_long:,} longer than --seq_len (up to {file.longest:,}): --overflow {file.overflow}")
+        noun = "pairs" if PAIR in report.formats else "documents" if report.n_further else "examples"
+        keeps = f"--seq_len {file.longest} keeps all"
+        ends = {
+            "drop": f"and are dropped; {keeps}, --overflow truncate cuts them",
+            "truncate": f"and are cut; {keeps}",
+            "split": f"and are split; {keeps} in one part",
+        }
+        say(textwrap.fill(
+            f"note: {file.n_long:,} of {file.n_documents:,} {noun} are {file.too_long()} "
+            f"{ends[file.overflow]}", 80, initial_indent="  ", subsequent_indent="  "))
     if report.n_further:
         ratio = report.n_tokens / (report.n_tokens - report.n_further_tokens)
         say(f"  {report.n_further:,} further documents, for answers that lose a thought in later turns: "
             f"{ratio:.1f} times\n  the tokens; --train_on whole leaves such answers out")
     if file.n_untrained:
-        say(f"  {file.n_untrained:,} without a token to train on: dropped")
+        say(f"  {file.n_untrained:,} without a token to train on: dropped; --inspect 3 shows which are "
+            "trained on")
     if report.notes:
         say(report.note_lines().lstrip("\n"))
     if report.n_bad:
         say(f"  {report.n_bad:,} cannot be trained on: dropped{report.errors}")
     if report.unread:
-        say(f"  keys that are not read: {listing(report.unread)}")
+        # nested ones first: they are more than metadata
+        paths = sorted(report.unread, key=lambda path: (-path.count("."), path))
+        named = ", ".join(f"{path} ({report.unread[path]:,})" for path in paths[:MAX_UNREAD_SHOWN])
+        say(f"  keys that are not read, and in how many examples: {named}")
 
 
 # ================================ model folders ================================

@@ -1104,8 +1104,9 @@ def evaluating(model):
 def evaluate(model, loader, ranks, args, stop=None):
     """-> {"eval_loss": mean of all rows, and what else metrics.jsonl has}, or None after a signal."""
     sums = Counter()
+    of_files = loader.of_files or {"": loader}
     with evaluating(model), torch.no_grad():
-        for batch in loader.once():
+        for file, batch in ((file, batch) for file, one in of_files.items() for batch in one.once()):
             ranks.rearm_watchdog()
             # Clusters kill soon after a signal. All ranks have equally many batches and stop before the same.
             (stopped,) = ranks.largest(stop.number if stop else 0)
@@ -1114,9 +1115,14 @@ def evaluate(model, loader, ranks, args, stop=None):
             loss, metrics = loss_of(model, batch.to(ranks.device), args)
             # float64, so that the digits that are printed do not depend on the number of ranks
             sums.update({name: value.double() for name, value in [("loss", loss), *metrics.items()]})
+            if file:
+                sums[f"loss_{file}"] += loss.double()
     sums_of_ranks = ranks.gather(to_host(sums))
-    n_terms = int(loader.per_row.terms.sum())  # each row is in one batch of one rank
-    means = {f"eval_{name}": sum(one[name] for one in sums_of_ranks) / n_terms for name in sums}
+    # each row is in one batch of one rank
+    n_terms = int(loader.per_row.terms.sum())
+    terms = {f"loss_{file}": int(one.per_row.terms.sum()) for file, one in of_files.items()}
+    means = {f"eval_{name}": sum(one[name] for one in sums_of_ranks) / terms.get(name, n_terms)
+             for name in sums}
     if model.compute_dtype is torch.float16 and not math.isfinite(means["eval_loss"]):
         ranks.leave()
         raise FloatingPointError(f"evaluation: the loss is not finite: {FP16_ENDS}")

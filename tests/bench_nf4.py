@@ -89,7 +89,7 @@ def questions(n):
 def docs_rows(tokenizer, n):
     rows = []
     for question in questions(n):
-        examples = data.read_example(question, "instruction + output", tokenizer)
+        examples = data.parse_example(question, tokenizer)
         rows += [row_of(*encoded) for encoded in tokenizer.encode(examples)]
     return rows
 

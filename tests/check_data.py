@@ -280,7 +280,7 @@ def check_keys(n, folder):
         examples, refusal = read({"messages": changed, "tools": tools}, tokenizer, report=report)
         n_without_mask = sum(n for text, n in report.notes.items() if "not trained on" in text)
         trained = sum(marks.get(i, True) for i in answers)
-        fine = examples and report.unread == sorted(added) and (
+        fine = examples and sorted(report.unread) == sorted(added) and (
             sum(len(one.spans) for one in examples) + n_without_mask == trained)
         rule.holds(changed, fine, "lists and masks", refusal or examples)
     rule.end()

@@ -302,18 +302,18 @@ def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
     ({"messages": QUESTION + GOOD}, "--dpo needs rows with 'chosen' and 'rejected'"),
     # without their questions answers would be trained on for themselves
     ({"question": "q", "instruction": "r", "chosen": "a", "rejected": "b"},
-     "no prompt, but instruction, question: --columns NAME=prompt has to say which is the question"),
+     "no prompt, but instruction, question: --columns question=prompt has to say which is the question"),
     ({"question": "q", "response_j": "a", "response_k": "b"},
-     "got the keys question, response_j, response_k: --columns COLUMN=KEY"),
+     "got the keys question, response_j, response_k: --columns response_j=chosen response_k=rejected"),
     ({"prompt": "another", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
-     "both answers begin with 1 equal messages, and 'prompt' = \"another\" is in none of them"),
+     "the answers begin with 1 equal messages, and 'prompt' = \"another\" is in none of them"),
     ({"chosen": [message("system", "s"), *QUESTION, *GOOD], "rejected": [message("system", "s"), *BAD]},
-     "both answers begin with 1 equal messages, and the user's question is in none of them"),
+     "the answers begin with 1 equal messages, and the user's question is in none of them"),
     ({"chosen": GOOD, "rejected": BAD, "score": 4}, "no prompt: expected 'prompt', or answers that both begin with"),
     ({"system": "s", "chosen": "It is 4.", "rejected": "It is 5."}, "no prompt: expected 'prompt', or answers"),
     # LLaMA-Factory's
     ({"conversations": QUESTION, "chosen": GOOD[0], "rejected": BAD[0]},
-     "'chosen' must be text or a list of messages, got .*is read from disk"),
+     "no prompt, but conversations: --columns conversations=prompt has to say which is the question"),
 ])
 def test_rows_that_are_no_pairs_are_refused_by_name(pairs, tmp_path, row, message):
     path = jsonl(tmp_path / "rows.jsonl", row)
@@ -335,7 +335,7 @@ ANSWERS = [
 def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_given(
         pairs, tmp_path, name, question, answers):
     row = {"id": 7, "source": "web", name: question, **answers}
-    words = f"no prompt, but .*{name}.*: --columns .*=prompt has to say which is the question"
+    words = f"no prompt, but .*{name}.*: --columns .*=(prompt|instruction) has to say which is the question"
     with pytest.raises(ValueError, match=words):
         data.parse_example(row, pairs)
     report = data.FileReport()
@@ -344,7 +344,7 @@ def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_g
         assert (chosen.text, rejected.text) == ("the fileis read from disk", "the fileimport None")
     else:
         assert [chosen.text, rejected.text] == [one.replace("⟦", "").replace("⟧", "") for one in CHATS]
-    assert report.unread == ["id", "source"]
+    assert sorted(report.unread) == ["id", "source"]
 
 
 def test_texts_that_begin_alike_may_have_numbers_beside_them_and_no_other_text(pairs):
@@ -352,7 +352,7 @@ def test_texts_that_begin_alike_may_have_numbers_beside_them_and_no_other_text(p
     chosen, _ = data.parse_example(row, pairs)
     assert chosen.spans == [(5, 14)]
     for name, value in {"source": "web", "tags": ["a", "b"]}.items():
-        with pytest.raises(ValueError, match=f"no prompt, but {name}: --columns {name}=prompt has to say"):
+        with pytest.raises(ValueError, match=f"no prompt, but {name}: --columns {name}=instruction has to say"):
             data.parse_example(row | {name: value}, pairs)
 
 
@@ -380,3 +380,28 @@ def test_pairs_with_equal_answers_or_an_empty_one_are_dropped_and_counted(
     data.print_file(file)
     note = "1 pairs have equal answers: dropped" if n_equal else "1 have answers of nothing but their ends: dropped"
     assert note in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("prompt, chosen, rejected", [
+    (QUESTION, GOOD[0], BAD[0]), (QUESTION, json.dumps(GOOD[0]), json.dumps(BAD)),
+    (QUESTION, QUESTION + GOOD, QUESTION + BAD), (QUESTION[0], GOOD, BAD[0]["content"]),
+])
+def test_answers_may_be_one_message_json_or_the_whole_conversation(pairs, prompt, chosen, rejected):
+    report = data.FileReport()
+    read = data.parse_example(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}), pairs, (), report)
+    assert [one.text for one in read] == [one.replace("⟦", "").replace("⟧", "") for one in CHATS]
+    assert not report.unread
+
+
+@pytest.mark.parametrize("scores, is_said", [
+    ({"score_chosen": 3.0, "score_rejected": 8}, True), ({"chosen-rating": 5, "rejected-rating": 2}, False),
+    ({"chosen_rank": 1, "rejected_rank": 2}, False)])
+def test_scores_that_contradict_a_pair_are_counted(pairs, scores, is_said):
+    report = data.FileReport()
+    data.parse_example({"prompt": "q", "chosen": "a", "rejected": "b", **scores}, pairs, (), report)
+    assert any("a lower score for the chosen answer" in text for text in report.notes) == is_said
+
+
+def test_a_null_answer_is_named(pairs):
+    with pytest.raises(ValueError, match="--dpo needs rows with 'chosen' and 'rejected'; rejected: null"):
+        data.parse_example({"prompt": "q", "chosen": "a", "rejected": None}, pairs)

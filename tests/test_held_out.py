@@ -312,3 +312,9 @@ def test_a_resumed_run_holds_the_same_out_and_another_share_is_refused_by_name(j
     assert codes == [0], said
     assert len(evaluations(resumed)) == 3
     assert evaluations(resumed) == evaluations(rows)  # to the last bit
+
+
+def test_percent_is_a_share():
+    assert data.share_of(["10%"]) == 0.1
+    with pytest.raises(ValueError, match="expected files, or one number alone"):
+        data.share_of(["100%"])
