@@ -208,7 +208,7 @@ def make_config(fields):
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
     }
-    return data.with_both_ropes(raw)
+    return data.with_both_spellings(raw)
 
 
 CONTROL = 3  # the type of a token that no text is split into
