@@ -312,7 +312,7 @@ class Spans:
         # where each document and each gap between two begins, and the end: int32 on the device; None if
         # documents are equally long and leave no gaps
         self.bounds = bounds
-        self.longest = longest  # tokens of the longest one in `bounds`
+        self.longest = pairs[0][1] if bounds is None else longest  # tokens of the longest document or gap
         # of each token in its document, for Gated DeltaNet: Transformer.forward() adds them
         self.positions_BT = positions_BT
         # in a batch on a GPU, for an embedding in host memory: FSDP2 takes all tensors of a call to the GPU
@@ -413,10 +413,10 @@ def attend(q_BTHK, k_BTGK, v_BTGK, spans, window=NO_WINDOW, group=None, record=N
 def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
     """attend() on one rank, in the fastest of four ways:
 
-        FlashAttention, documents of any lengths    one call, which gets their `bounds`
-        documents of one length, without gaps       one call of sdpa(), each document a row of its batch
-        a new token after a cache                   the same: it sees all keys
-        else                                        a call of sdpa() for each document
+        FlashAttention, several lengths or a window    one call, which gets the `bounds` of documents
+        a new token after a cache                      one call of sdpa(): it sees all keys
+        documents of one length, without gaps          the same, each document a row of its batch
+        else                                           a call of sdpa() for each document
 
     The last way is for packed rows in float32 or on a card older than Ampere. It launches kernels for each
     document and copies the outputs, but one call with a mask would need T*T numbers."""
@@ -427,12 +427,11 @@ def attend_here(spans, window, q_BTHK, k_BTGK, v_BTGK):
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
     bounds = spans.bounds
     longest = spans.longest
-    are_equal = bounds is None  # documents of one length, without gaps
-    if are_equal:
-        longest = spans.pairs[0][1]  # the first one begins at 0
-    if are_equal and window < longest:  # for one call of FlashAttention: sdpa() would cut them into windows
-        bounds = torch.arange(0, len(q) + 1, longest, dtype=torch.int32, device=q.device)
-    if bounds is not None and runs_flash_attention(q):
+    are_equal = bounds is None
+    # of documents of one length, those with a window: sdpa() would cut them into windows
+    if runs_flash_attention(q) and (window < longest or not are_equal):
+        if are_equal:
+            bounds = torch.arange(0, len(q) + 1, longest, dtype=torch.int32, device=q.device)
         # how many earlier tokens a token sees, where -1 is all; and no later ones
         n_seen = window - 1 if window < longest else -1
         out = flash_attention()(q, k, v, bounds, bounds, longest, longest, window_size=(n_seen, 0))
@@ -481,7 +480,8 @@ def sdpa(*qkv, window):
     key_blocks = k.split(window, 2)
     value_blocks = v.split(window, 2)
     # 0 for the keys that a query sees, -inf for the others; one for all blocks
-    mask = q.new_ones(window, 2 * window).tril(window).triu(1).log()
+    hidden = q.new_full((window, 2 * window), -torch.inf)
+    mask = hidden.tril() + hidden.triu(window + 1)  # too old, or not there yet
     for i, queries in enumerate(q.split(window, 2)):
         seen = slice(max(i - 1, 0), i + 1)  # the first block has none before it
         keys = torch.cat(key_blocks[seen], 2)
@@ -497,10 +497,10 @@ def attend_one_by_one(q, k, v, pairs, window):
     stops = [0, *itertools.chain(*pairs), len(q)]
     # gap, document, gap, ... document, gap: documents have odd numbers, and a gap may be empty
     sizes = [stop - start for start, stop in itertools.pairwise(stops)]
-    parts = [list(t.split(sizes)) for t in (q, k, v)]
-    out = parts[0]
+    pieces = [list(t.split(sizes)) for t in (q, k, v)]
+    out = pieces[0]
     for i in range(1, len(sizes), 2):
-        qkv = [t[i] for t in parts]
+        qkv = [of_q_k_or_v[i] for of_q_k_or_v in pieces]
         n_more = -sizes[i] % length_multiple(q)
         if n_more:
             # causal attention hides the added tokens from the others, and their outputs are cut off
@@ -729,6 +729,8 @@ class DecayGate(nn.Module):
 
 def mix_segments(mix, size, tokens, tail_JX, state_HKP, w_XJ):
     """GatedDeltaNet.mix() of all tokens, `size` at a time. A plan has a stand-in."""
+    if len(tokens[0]) <= size:  # split() and cat() would copy a whole row
+        return mix(*tokens, tail_JX, state_HKP, w_XJ)
     out = []
     for segment in zip(*(t.split(size) for t in tokens)):
         out_NY, tail_JX, state_HKP = mix(*segment, tail_JX, state_HKP, w_XJ)
@@ -790,13 +792,11 @@ class GatedDeltaNet(nn.Module):
             tail_JX = qkv_BTX.new_zeros(n_before, qkv_BTX.shape[2])
             state_HKP = g_BTH.new_zeros(g_BTH.shape[2], self.head_dim, self.head_dim)
         tokens = [t.flatten(0, 1) for t in (qkv_BTX, z_BTY, g_BTH, beta_BTH, spans.positions_BT)]
-        mix = functools.partial(checkpoint, self.mix, use_reentrant=False, preserve_rng_state=False)
-        if len(tokens[0]) > self.segment:  # split() and cat() would copy a whole row
-            out, tail_JX, state_HKP = mix_segments(mix, self.segment, tokens, tail_JX, state_HKP, w_XJ)
-        else:
-            # a recomputed block recomputes these tokens itself, and must not run them a third time
-            mix = self.mix if self.is_recomputed else mix
-            out, tail_JX, state_HKP = mix(*tokens, tail_JX, state_HKP, w_XJ)
+        mix = self.mix
+        # a recomputed block recomputes a single segment itself, and must not run it a third time
+        if len(tokens[0]) > self.segment or not self.is_recomputed:
+            mix = functools.partial(checkpoint, mix, use_reentrant=False, preserve_rng_state=False)
+        out, tail_JX, state_HKP = mix_segments(mix, self.segment, tokens, tail_JX, state_HKP, w_XJ)
         if cache is not None:
             cache.layers[self] = (tail_JX, state_HKP)
         if group is not None:
@@ -848,7 +848,7 @@ class GatedDeltaNet(nn.Module):
 
 
 # ---------------- MLP and experts
-# Both are finish(start(h)), because --compile compiles only start(), see Block.
+# Both are finish(start(h)). --compile compiles an MLP's start(), see Block, and an MoE's start_experts().
 
 
 class MLP(nn.Module):
@@ -911,7 +911,7 @@ class MoE(nn.Module):
             self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
 
     def start(self, h):
-        return h  # start_experts() is compiled by itself, see compile_()
+        return h  # nothing: torch can compile start_experts() more rarely than the rest of a block
 
     def finish(self, h):
         started, shared, (tokens, rows_Nk), row_stops = self.start_experts(h)
@@ -1004,9 +1004,9 @@ class Block(nn.Module):
     def mixer(self):
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(self, x, rope, spans, cache=None, group=None, records=(None,)):
-        """records: see call_recomputed()."""
-        mixed = self.mixer(*self.qkv(x, rope), spans, cache, group, records[0])
+    def forward(self, x, rope, spans, cache=None, group=None, record=None):
+        """record: see AttentionRecord."""
+        mixed = self.mixer(*self.qkv(x, rope), spans, cache, group, record)
         return self.o_proj_and_mlp(x, mixed)
 
     def qkv(self, x, rope):
@@ -1037,13 +1037,14 @@ FLOAT32_TOKENS = 256  # tokens of a chunk whose logits are in float32 at once
 AUTOGRAD_TOKENS = 64  # the same of a fork's loss, of which autograd has four or five copies
 
 
-def cross_entropy_and_grad(logits_CV, targets_C1):
-    """-> (cross-entropy of each token [C, 1], its gradient softmax - one-hot [C, V] in the logits' dtype),
-    both 0 where the target is IGNORE."""
+def cross_entropy_and_grad(logits_CV, targets_C):
+    """-> (cross-entropy of each token [C], its gradient softmax - one-hot [C, V] in the logits' dtype), both 0
+    where the target is IGNORE. By hand: autograd's copies leave memory for fewer tokens at a time, and a
+    compiled step would launch 22 kernels where this launches 7 (tests/LOG.md)."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.float()
-    real_C1 = (targets_C1 != IGNORE).float()
-    targets_C1 = targets_C1.clamp_min(0)  # IGNORE is no index
+    real_C1 = (targets_C != IGNORE).float()[:, None]
+    targets_C1 = targets_C.clamp_min(0)[:, None]  # IGNORE is no index
     logits_CV -= logits_CV.amax(-1, keepdim=True)  # or exp() would overflow
     target_logit_C1 = logits_CV.gather(-1, targets_C1)
     total_C1 = logits_CV.exp_().sum(-1, keepdim=True)
@@ -1051,26 +1052,24 @@ def cross_entropy_and_grad(logits_CV, targets_C1):
     scale_C1 = real_C1 / total_C1
     logits_CV *= scale_C1  # softmax
     grad_CV = logits_CV.to(dtype)
-    token_C1 = torch.arange(len(targets_C1), device=targets_C1.device)[:, None]
+    token_C1 = torch.arange(len(targets_C), device=targets_C.device)[:, None]
     # from the float32 logit: where the model is sure, softmax - 1 is far below a 16-bit softmax's rounding
     grad_CV[token_C1, targets_C1] = (target_logit_C1.exp() * scale_C1 - real_C1).to(dtype)
-    return losses_C1, grad_CV
+    return losses_C1.flatten(), grad_CV
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of h_SD @ w_VD.T against targets_S in float32, or with per_token that of each
-    token, [S, 1], where the head is frozen. The forward computes the gradients as well, so that no logits
-    wait for the backward. That of h_SD overwrites h_SD.
+    """Summed loss of h_SD @ w_VD.T against targets_S in float32, or with per_token that of each token, [S],
+    where the head is frozen. The forward computes the gradients as well, so that no logits wait for the
+    backward. That of h_SD overwrites h_SD. loss_and_grad_: see LMHead.
 
     Memory: a chunk of logits, which become their gradient (C*V*2 bytes in bf16); for FLOAT32_TOKENS tokens a
     float32 copy and a 16-bit gradient (V*6 bytes a token); a trained head's gradient in float32 (V*D*4)."""
 
     @staticmethod
-    def forward(
-            ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad=cross_entropy_and_grad,
-            per_token=False):
+    def forward(ctx, h_SD, w_VD, targets_S, chunk, with_grad, loss_and_grad_, per_token=False):
         # with_grad: whether gradients are wanted, because autograd is off in here. chunk: rows of h at a time
-        losses_S1 = torch.empty(len(h_SD), 1, dtype=torch.float32, device=h_SD.device)
+        losses_S = torch.empty(len(h_SD), dtype=torch.float32, device=h_SD.device)
         grad_h = h_SD.detach() if with_grad and ctx.needs_input_grad[0] else None
         grad_w = None
         trains_w = with_grad and ctx.needs_input_grad[1]
@@ -1081,13 +1080,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for start in chunk_starts(len(h_SD), chunk):
             rows = slice(start, start + chunk)
             h_CD = h_SD[rows]
-            targets_C1 = targets_S[rows, None]
             logits_CV = torch.mm(h_CD, w_VD.T, out=memory_CV[: len(h_CD)])
-            in_parts = (t.split(FLOAT32_TOKENS) for t in (logits_CV, targets_C1, losses_S1[rows]))
-            for logits, targets, losses in zip(*in_parts):
-                losses[:], grad = loss_and_grad(logits, targets)
-                logits.copy_(grad)
-                del grad  # or it would stay beside the next one
+            loss_and_grad_(logits_CV, targets_S[rows], losses_S[rows])
             # from here on logits_CV is the gradient of the logits
             if trains_w and grad_w is None:
                 grad_w = (logits_CV.T @ h_CD).to(sum_dtype)
@@ -1098,14 +1092,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if trains_w:
             grad_w = grad_w.to(w_VD.dtype)
         ctx.grads = (grad_h, grad_w)
-        return losses_S1 if per_token else losses_S1.sum()
+        return losses_S if per_token else losses_S.sum()
 
     @staticmethod
     def backward(ctx, grad_loss):
         if ctx.grads is None:
             raise RuntimeError("chunked cross-entropy: backward ran twice, but its gradients are used up")
         # in place: a copy of grad_w would cost V*D. With per_token each row has a scale of its own
-        grad_h, grad_w = (None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.grads)
+        scale = grad_loss[..., None]
+        grad_h, grad_w = (None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in ctx.grads)
         ctx.grads = None
         return grad_h, grad_w, None, None, None, None, None
 
@@ -1120,8 +1115,8 @@ class LMHead(nn.Module):
     the loss, outermost first:
 
         ChunkedCrossEntropy       logits, a chunk at a time
-        capped_loss_and_grad()    caps logits, if the family does
-        cross_entropy_and_grad()  or, for a fork's loss, custom_loss_and_grad(): its gradient by autograd
+        loss_and_grad_()          puts losses and gradients in their places, some tokens at a time
+        cross_entropy_and_grad()  or, for a fork's loss, the gradient that autograd makes of masked_loss()
         masked_loss()             of a fork, or without chunks: 0 where the target is IGNORE
         custom_loss()             of a fork: (logits_CV, targets_C), float32 -> a number for each token, [C],
                                   or these and {name: values_C} of metrics
@@ -1136,25 +1131,27 @@ class LMHead(nn.Module):
         self.per_token = False
         self.factor = c.output_multiplier / c.logits_scaling
         self.cap = c.final_logit_softcapping
-        self.custom_loss = None  # cross-entropy, with a gradient by hand: cross_entropy_and_grad()
+        self.custom_loss = None
         self.metrics = {}  # {name: sum over the supervised tokens} of the last forward
 
-    def capped_loss_and_grad(self, logits_CV, targets_C1):
-        """As cross_entropy_and_grad(), of the capped logits, with the gradient of the uncapped ones."""
-        function = self.custom_loss_and_grad if self.custom_loss else cross_entropy_and_grad
+    def capped(self, logits):
+        return self.cap * (logits / self.cap).tanh() if self.cap else logits
+
+    def capped_loss_and_grad(self, logits_CV, targets_C):
+        """cross_entropy_and_grad() of the capped logits, with the gradient of the uncapped ones."""
         if not self.cap:
-            return function(logits_CV, targets_C1)
+            return cross_entropy_and_grad(logits_CV, targets_C)
         tanh_CV = (logits_CV.float() / self.cap).tanh_()
-        losses_C1, grad_CV = function(tanh_CV * self.cap, targets_C1)
+        losses_C, grad_CV = cross_entropy_and_grad(tanh_CV * self.cap, targets_C)
         # chain rule: the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2
         slope_CV = tanh_CV.square_().neg_().add_(1)
-        return losses_C1, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
+        return losses_C, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
 
     def masked_loss(self, logits_CV, targets_C):
         """-> losses [C], 0 where the target is IGNORE, and {name: sum of a metric}."""
         loss = self.custom_loss or functools.partial(F.cross_entropy, reduction="none")
         # also where a target is IGNORE the slope must be finite: 0 times infinity is nan
-        losses_C = loss(logits_CV, targets_C)
+        losses_C = loss(self.capped(logits_CV), targets_C)
         metrics = {}
         if isinstance(losses_C, tuple):
             losses_C, metrics = losses_C
@@ -1165,24 +1162,22 @@ class LMHead(nn.Module):
             sums[name] = torch.where(is_ignored_C, 0, values_C).sum(dtype=torch.float32)
         return torch.where(is_ignored_C, 0, losses_C), sums
 
-    def custom_loss_and_grad(self, logits_CV, targets_C1):
-        """As cross_entropy_and_grad(). The gradient takes the place of the logits."""
-        losses = []
-        for logits, targets in zip(logits_CV.split(AUTOGRAD_TOKENS), targets_C1.split(AUTOGRAD_TOKENS)):
-            leaf = logits.detach().float().requires_grad_()
-            with torch.enable_grad():  # off inside of forward(), and in evaluations
-                losses_C, sums = self.masked_loss(leaf, targets[:, 0])
-                logits.copy_(*torch.autograd.grad(losses_C.sum(), leaf))
-            losses.append(losses_C.detach()[:, None])
-            self.metrics.update(sums)
-        return torch.cat(losses), logits_CV
+    def custom_loss_and_grad(self, logits_CV, targets_C):
+        leaf = logits_CV.detach().float().requires_grad_()
+        with torch.enable_grad():  # off inside of forward(), and in evaluations
+            losses_C, sums = self.masked_loss(leaf, targets_C)
+            (grad_CV,) = torch.autograd.grad(losses_C.sum(), leaf)
+        self.metrics.update(sums)
+        return losses_C.detach(), grad_CV
 
-    def logits(self, x, w_VD):
-        """float32, for generation and for a loss that is not chunked."""
-        logits = F.linear(x, w_VD).float()
-        if self.cap:
-            logits = self.cap * (logits / self.cap).tanh()
-        return logits
+    def loss_and_grad_(self, logits_CV, targets_C, losses_C):
+        """Writes the loss of each token to losses_C, and its gradient in the place of the logits."""
+        function = self.custom_loss_and_grad if self.custom_loss else self.capped_loss_and_grad
+        size = AUTOGRAD_TOKENS if self.custom_loss else FLOAT32_TOKENS
+        for logits, targets, losses in zip(*(t.split(size) for t in (logits_CV, targets_C, losses_C))):
+            losses[:], grad = function(logits, targets)
+            logits.copy_(grad)
+            del grad  # or it would stay beside the next one
 
     def forward(self, x, targets_BT=None, supervised_S=None):
         """-> summed loss of the tokens supervised_S, or with per_token of each; without targets logits."""
@@ -1190,7 +1185,7 @@ class LMHead(nn.Module):
         if self.factor != 1:
             x = x * self.factor  # fewer numbers than logits
         if targets_BT is None:
-            return self.logits(x, w_VD)
+            return self.capped(F.linear(x, w_VD).float())
         # Copies of token 0 without a target pad to a multiple of 128: allocators and oneDNN keep memory for
         # each size. So every rank has a row, and takes part in reducing the head's gradient and the metrics.
         S = len(supervised_S)
@@ -1202,12 +1197,12 @@ class LMHead(nn.Module):
         self.metrics = Counter()  # update() adds
         if self.chunk:
             loss = ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, self.chunk, torch.is_grad_enabled(),
-                                             self.capped_loss_and_grad, self.per_token)
+                                             self.loss_and_grad_, self.per_token)
         else:
-            losses_S, sums = self.masked_loss(self.logits(h_SD, w_VD), targets_S)
+            losses_S, sums = self.masked_loss(F.linear(h_SD, w_VD).float(), targets_S)
             self.metrics.update(sums)
             loss = losses_S if self.per_token else losses_S.sum()
-        return loss.flatten()[:S].clone() if self.per_token else loss  # a view, see run_in_tiles()
+        return loss[:S].clone() if self.per_token else loss  # a view, see run_in_tiles()
 
 
 # ---------------- the decoder
@@ -1542,33 +1537,33 @@ def run_in_tiles(size, has_dropout, function, *inputs):
     return [torch.ops.aten._unsafe_view(t, [B, T, *t.shape[1:]]) for t in whole]
 
 
-def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, records=None):
+def forward_in_tiles(block, in_tiles, x, rope, spans, cache=None, group=None, record=None):
     """Block.forward() by --tiled_mlp: tiles of qkv(), then attention for one group of key heads, with their
     query heads, at a time, then tiles of o_proj_and_mlp(). A single group runs with a whole qkv().
 
     So one group at a time has what the kernel's backward adds: float32 dq, dk and dv of each query head."""
     n_groups = block.n_groups
-    records = records or [None] * n_groups
 
     def start(x_ND, *rope_N):
+        """-> [q, k, v and perhaps a gate of the first group of heads, then those of the second, ...]"""
         qkv = block.qkv(x_ND[None], tuple(t[None] for t in rope_N))
-        return [part[0] for t in qkv if t is not None for part in t.chunk(n_groups, 2)]
+        by_group = zip(*(t[0].chunk(n_groups, 1) for t in qkv if t is not None))
+        return [*itertools.chain(*by_group)]
 
     def finish(x_ND, *mixed_N):
         return [block.o_proj_and_mlp(x_ND, torch.cat(mixed_N, -1))]
 
     if cache is not None or n_groups == 1:
-        mixed = [block.mixer(*block.qkv(x, rope), spans, cache, group, records[0])]
+        mixed = [block.mixer(*block.qkv(x, rope), spans, cache, group, record)]
     else:
-        parts = in_tiles(start, x, *rope)
-        # q of all groups, then k, v, and gates if there are any
-        groups = [parts[i::n_groups] for i in range(n_groups)]
-        del parts
+        heads = in_tiles(start, x, *rope)
+        n_tensors = len(heads) // n_groups  # of a group: 3, or 4 with a gate
         mixed = []
-        for record in records:
+        for number in range(n_groups):
             # out of the list: only autograd has them, and frees them after their backward
-            q, k, v, *gate = groups.pop(0)
-            mixed.append(block.mixer(q, k, v, *(gate or [None]), spans, cache, group, record))
+            q, k, v, *gate = (heads.pop(0) for _ in range(n_tensors))
+            record_of_group = record.of_group(number) if record else None
+            mixed.append(block.mixer(q, k, v, *(gate or [None]), spans, cache, group, record_of_group))
     return in_tiles(finish, x, *mixed)[0]
 
 
@@ -1594,6 +1589,13 @@ class AttentionRecord:
 
     inputs = ()  # copies of q, k and v, without memory between forward and recomputation
     out = None  # with its graph, which leads to `inputs`
+
+    def __init__(self):
+        self.groups = {}
+
+    def of_group(self, number):
+        """The record of a group of heads, the same in the forward and the recomputation."""
+        return self.groups.setdefault(number, AttentionRecord())
 
 
 class RunOnce(torch.autograd.Function):
@@ -1637,17 +1639,16 @@ class RunOnce(torch.autograd.Function):
 def recompute_(block, keeps_attention=False, has_dropout=False):
     """Stores only the input of a block, 2*D bytes a token instead of about 34*D (43*D without --compile), and
     recomputes the rest in the backward, at most a third more FLOP (arXiv:1604.06174)."""
-    block.forward = functools.partial(call_recomputed, block, block.forward, keeps_attention, has_dropout)
+    block.forward = functools.partial(call_recomputed, block.forward, keeps_attention, has_dropout)
     if isinstance(block.mixer, GatedDeltaNet):
         block.mixer.is_recomputed = True
     keep_weights_(block)
 
 
-def call_recomputed(block, forward, keeps_attention, has_dropout, *args):
+def call_recomputed(forward, keeps_attention, has_dropout, *args):
     """A block under torch's checkpoint, which saves its bare tensor, x, under the hooks around this call."""
-    # one for each group of heads, for the forward and the recomputation
-    records = [AttentionRecord() if keeps_attention else None for _ in range(block.n_groups)]
-    run = functools.partial(forward, records=records)
+    record = AttentionRecord() if keeps_attention else None  # for the forward and the recomputation
+    run = functools.partial(forward, record=record)
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=has_dropout)
 
 

@@ -390,7 +390,8 @@ def test_chunked_cross_entropy_equals_the_full_one(chunk, dtype, loss_error, gra
     expected = F.cross_entropy(exact_h_SD @ exact_w_VD.T, targets_S, reduction="sum")
     expected_grads = torch.autograd.grad(expected * 0.37, [exact_h_SD, exact_w_VD])
 
-    loss = lm.ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, chunk, True)
+    head = lm.LMHead(lm.parse_config(conftest.SHAPE))
+    loss = lm.ChunkedCrossEntropy.apply(h_SD, w_VD, targets_S, chunk, True, head.loss_and_grad_)
     # a factor after the loss: gradients are made in the forward, before it is known
     grads = torch.autograd.grad(loss * 0.37, [h_SD, w_VD], retain_graph=True)
     assert loss.item() == pytest.approx(expected.item(), rel=loss_error)
@@ -405,7 +406,7 @@ def test_chunked_cross_entropy_equals_the_full_one(chunk, dtype, loss_error, gra
 def test_a_sure_targets_gradient_is_not_rounded_away_in_16_bits():
     logits_CV = torch.zeros(1, 8, dtype=torch.bfloat16)
     logits_CV[0, 3] = 12
-    _, grad_CV = lm.cross_entropy_and_grad(logits_CV, torch.tensor([[3]]))
+    _, grad_CV = lm.cross_entropy_and_grad(logits_CV, torch.tensor([3]))
     probability = logits_CV.float().softmax(1)[0, 3].item()
     exact = probability - 1  # -4e-5; 1 - 4e-5 is 1 in bf16, and the gradient would be 0
     assert grad_CV[0, 3].item() == pytest.approx(exact, rel=0.01)  # bf16 has 8 bits, float32's 1 - 4e-5 another 8
