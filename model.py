@@ -1111,17 +1111,12 @@ def chunk_starts(n_tokens, chunk):
 
 
 class LMHead(nn.Module):
-    """The head with its loss, because under FSDP2 the weight exists inside this forward only. The layers of
-    the loss, outermost first:
+    """The head with its loss, because under FSDP2 the weight exists inside this forward only.
 
-        ChunkedCrossEntropy       logits, a chunk at a time
-        loss_and_grad_()          puts losses and gradients in their places, some tokens at a time
-        cross_entropy_and_grad()  or, for a fork's loss, the gradient that autograd makes of masked_loss()
-        masked_loss()             of a fork, or without chunks: 0 where the target is IGNORE
-        custom_loss()             of a fork: (logits_CV, targets_C), float32 -> a number for each token, [C],
-                                  or these and {name: values_C} of metrics
+    custom_loss, of a fork, gets (logits_CV, targets_C), float32, and returns a number for each token, [C], or
+    these and {name: values_C} of metrics. Its gradient, and that of capped logits, is autograd's.
 
-    Set from outside: chunk and per_token (on_meta), custom_loss (a fork, in on_meta), capped_loss_and_grad
+    Set from outside: chunk and per_token (on_meta), custom_loss (a fork, in on_meta), cross_entropy_and_grad
     and masked_loss (compile_)."""
 
     def __init__(self, c):
@@ -1132,20 +1127,11 @@ class LMHead(nn.Module):
         self.factor = c.output_multiplier / c.logits_scaling
         self.cap = c.final_logit_softcapping
         self.custom_loss = None
+        self.cross_entropy_and_grad = cross_entropy_and_grad
         self.metrics = {}  # {name: sum over the supervised tokens} of the last forward
 
     def capped(self, logits):
         return self.cap * (logits / self.cap).tanh() if self.cap else logits
-
-    def capped_loss_and_grad(self, logits_CV, targets_C):
-        """cross_entropy_and_grad() of the capped logits, with the gradient of the uncapped ones."""
-        if not self.cap:
-            return cross_entropy_and_grad(logits_CV, targets_C)
-        tanh_CV = (logits_CV.float() / self.cap).tanh_()
-        losses_C, grad_CV = cross_entropy_and_grad(tanh_CV * self.cap, targets_C)
-        # chain rule: the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2
-        slope_CV = tanh_CV.square_().neg_().add_(1)
-        return losses_C, grad_CV.mul_(slope_CV).to(logits_CV.dtype)
 
     def masked_loss(self, logits_CV, targets_C):
         """-> losses [C], 0 where the target is IGNORE, and {name: sum of a metric}."""
@@ -1162,7 +1148,11 @@ class LMHead(nn.Module):
             sums[name] = torch.where(is_ignored_C, 0, values_C).sum(dtype=torch.float32)
         return torch.where(is_ignored_C, 0, losses_C), sums
 
-    def custom_loss_and_grad(self, logits_CV, targets_C):
+    @property
+    def needs_autograd(self):
+        return self.custom_loss or self.cap
+
+    def masked_loss_and_grad(self, logits_CV, targets_C):
         leaf = logits_CV.detach().float().requires_grad_()
         with torch.enable_grad():  # off inside of forward(), and in evaluations
             losses_C, sums = self.masked_loss(leaf, targets_C)
@@ -1172,8 +1162,8 @@ class LMHead(nn.Module):
 
     def loss_and_grad_(self, logits_CV, targets_C, losses_C):
         """Writes the loss of each token to losses_C, and its gradient in the place of the logits."""
-        function = self.custom_loss_and_grad if self.custom_loss else self.capped_loss_and_grad
-        size = AUTOGRAD_TOKENS if self.custom_loss else FLOAT32_TOKENS
+        function = self.masked_loss_and_grad if self.needs_autograd else self.cross_entropy_and_grad
+        size = AUTOGRAD_TOKENS if self.needs_autograd else FLOAT32_TOKENS
         for logits, targets, losses in zip(*(t.split(size) for t in (logits_CV, targets_C, losses_C))):
             losses[:], grad = function(logits, targets)
             logits.copy_(grad)
@@ -1471,10 +1461,10 @@ def compile_(model, packing):
         if isinstance(module, MoE):
             module.start_experts = compiled(module.start_experts, can_compile=trains_experts)
     head = model.lm_head
-    if head.custom_loss:  # only its forward: torch.autograd.grad() cannot be compiled
+    if head.needs_autograd:  # only the forward: torch.autograd.grad() cannot be compiled
         head.masked_loss = compiled(head.masked_loss, dynamic=True)  # the last tokens are fewer
     else:
-        head.capped_loss_and_grad = compiled(head.capped_loss_and_grad, dynamic=True)
+        head.cross_entropy_and_grad = compiled(head.cross_entropy_and_grad, dynamic=True)
 
 
 def saving_as_usual():

@@ -174,10 +174,9 @@ def level_pairs(device, bits):
     return torch.cat(pairs).view(torch.int64).flatten().to(device)
 
 
-def width_and_bits(codes_NP, scales_NQ):
-    """-> (D, bits) of a packed weight."""
-    D = (scales_NQ.shape[1] - RANGE_BYTES) * BLOCK
-    return D, codes_NP.shape[1] * 8 // D
+def width_of(scales_NQ):
+    """-> D of a packed weight."""
+    return (scales_NQ.shape[1] - RANGE_BYTES) * BLOCK
 
 
 def dequantize(codes_NP, scales_NQ, dtype):
@@ -275,8 +274,7 @@ def compute_weight(codes_NP, scales_NQ, like):
     if dtype is torch.float32 or weight_in_pairs in CompiledOrPlain.failed:
         # in bands: temporaries of the plain weight_in_pairs() are as large as the weight
         return dequantize(codes_NP, scales_NQ, dtype)
-    _, bits = width_and_bits(codes_NP, scales_NQ)
-    table = level_pairs(codes_NP.device, bits)
+    table = level_pairs(codes_NP.device, codes_NP.shape[1] * 8 // width_of(scales_NQ))
     # detach(), or torch.compile would make a graph for each shape of a Parameter
     pairs = compiled_weight_in_pairs()(codes_NP.detach(), scales_NQ.detach(), table, dtype)
     return pairs.view(dtype).view(len(codes_NP), -1)
@@ -284,8 +282,7 @@ def compute_weight(codes_NP, scales_NQ, like):
 
 @torch.library.register_fake("oomph::nf4_weight")
 def shape_of_weight(codes_NP, scales_NQ, like):
-    D, _ = width_and_bits(codes_NP, scales_NQ)
-    return like.new_empty(len(codes_NP), D)
+    return like.new_empty(len(codes_NP), width_of(scales_NQ))
 
 
 def weight(codes, scales, fast, like):

@@ -303,7 +303,7 @@ def test_without_a_compiler_a_model_computes_as_an_eager_one_and_one_warning_say
     # each part of a block, the loss and dequantization have been tried once, and not again for each block
     assert set(nf4.CompiledOrPlain.failed) == {
         lm.Block.qkv, lm.Block.start_mlp, lm.GatedDeltaNet.before_scan, lm.GatedDeltaNet.after_scan,
-        lm.LMHead.capped_loss_and_grad, nf4.weight_in_pairs}
+        lm.cross_entropy_and_grad, nf4.weight_in_pairs}
 
 
 def test_a_backward_that_cannot_be_compiled_is_known_in_the_forward(monkeypatch):
