@@ -731,9 +731,10 @@ def test_attention_by_groups_of_heads_changes_no_gradient(name, checkpointing, p
     n_attention = model.config.num_hidden_layers - model.config.layer_types.count("linear_attention")
     n_forwards = 2 if checkpointing else 1
     assert n_heads == [(H, G)] * (n_groups * n_attention * n_forwards)
-    # Sums in another order. In bf16 a gradient is rounded before and after sums; without tiles it is 0.03 to 0.07 from
-    # that in float32.
-    tolerance = 1e-6 if precision == "fp32" else 0.01
+    # Sums in another order, which depends on the number of threads, too. In float32, Gated DeltaNet magnifies rounding:
+    # weights that change by 2**-24 of themselves change a gradient of it by 4e-6. In bf16 a gradient is rounded before
+    # and after sums; without tiles it is 0.03 to 0.07 from that in float32.
+    tolerance = 1e-5 if precision == "fp32" else 0.01
     assert loss == pytest.approx(expected_loss, rel=tolerance)
     assert grads.keys() == expected_grads.keys()
     for key, grad in grads.items():
