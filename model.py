@@ -1034,13 +1034,13 @@ class Block(nn.Module):
 # ---------------- the loss
 
 FLOAT32_TOKENS = 256  # tokens of a chunk whose logits are in float32 at once
-AUTOGRAD_TOKENS = 64  # the same of a fork's loss, of which autograd has four or five copies
+AUTOGRAD_TOKENS = 64  # the same of what autograd computes: it has four or five copies
 
 
 def cross_entropy_and_grad(logits_CV, targets_C):
     """-> (cross-entropy of each token [C], its gradient softmax - one-hot [C, V] in the logits' dtype), both 0
-    where the target is IGNORE. By hand: autograd's copies leave memory for fewer tokens at a time, and a
-    compiled step would launch 22 kernels where this launches 7 (tests/LOG.md)."""
+    where the target is IGNORE. By hand, because autograd's copies leave memory for fewer tokens at a time:
+    compiled, 256 tokens would launch 32 operators, and not 3 (tests/LOG.md)."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.float()
     real_C1 = (targets_C != IGNORE).float()[:, None]
@@ -1148,10 +1148,6 @@ class LMHead(nn.Module):
             sums[name] = torch.where(is_ignored_C, 0, values_C).sum(dtype=torch.float32)
         return torch.where(is_ignored_C, 0, losses_C), sums
 
-    @property
-    def needs_autograd(self):
-        return self.custom_loss or self.cap
-
     def masked_loss_and_grad(self, logits_CV, targets_C):
         leaf = logits_CV.detach().float().requires_grad_()
         with torch.enable_grad():  # off inside of forward(), and in evaluations
@@ -1162,8 +1158,9 @@ class LMHead(nn.Module):
 
     def loss_and_grad_(self, logits_CV, targets_C, losses_C):
         """Writes the loss of each token to losses_C, and its gradient in the place of the logits."""
-        function = self.masked_loss_and_grad if self.needs_autograd else self.cross_entropy_and_grad
-        size = AUTOGRAD_TOKENS if self.needs_autograd else FLOAT32_TOKENS
+        by_autograd = self.custom_loss or self.cap
+        function = self.masked_loss_and_grad if by_autograd else self.cross_entropy_and_grad
+        size = AUTOGRAD_TOKENS if by_autograd else FLOAT32_TOKENS
         for logits, targets, losses in zip(*(t.split(size) for t in (logits_CV, targets_C, losses_C))):
             losses[:], grad = function(logits, targets)
             logits.copy_(grad)
@@ -1461,7 +1458,7 @@ def compile_(model, packing):
         if isinstance(module, MoE):
             module.start_experts = compiled(module.start_experts, can_compile=trains_experts)
     head = model.lm_head
-    if head.needs_autograd:  # only the forward: torch.autograd.grad() cannot be compiled
+    if head.custom_loss or head.cap:  # only the forward: torch.autograd.grad() cannot be compiled
         head.masked_loss = compiled(head.masked_loss, dynamic=True)  # the last tokens are fewer
     else:
         head.cross_entropy_and_grad = compiled(head.cross_entropy_and_grad, dynamic=True)
