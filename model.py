@@ -1038,9 +1038,9 @@ AUTOGRAD_TOKENS = 64  # the same of what autograd computes: it has four or five 
 
 
 def cross_entropy_and_grad(logits_CV, targets_C):
-    """-> (cross-entropy of each token [C], its gradient softmax - one-hot [C, V] in the logits' dtype), both 0
-    where the target is IGNORE. By hand, because autograd's copies leave memory for fewer tokens at a time:
-    compiled, 256 tokens would launch 32 operators, and not 3 (tests/LOG.md)."""
+    """-> (cross-entropy of each token [C], its gradient softmax - one-hot [C, V] in the logits' dtype),
+    both 0 where the target is IGNORE. By hand, because autograd's copies leave memory for fewer tokens at a
+    time: compiled, 256 tokens would launch 32 operators, and not 3 (tests/LOG.md)."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.float()
     real_C1 = (targets_C != IGNORE).float()[:, None]
