@@ -259,19 +259,24 @@ DRAWN = {  # kind of memory: (colour that reads on white and on black, its names
 
 
 BAR_X, BAR_Y, ROW, PIXELS_A_GIB = 300, 68, 24, 2.6  # of the picture
-CARDS = 24, 80  # GiB
+CARDS = 8, 12, 16, 24, 48, 80  # GiB
+SPEED_ON = "H100"  # the card whose predicted tokens a second stand beside each bar
 
 
 def draw_ladder(path):
-    """Writes an SVG: a bar for each of STEPS, cut by kind of memory, and behind it what a GPU took. No background."""
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 354" font-family="sans-serif" font-size="12" '
-             'fill="#848d97">\n<text x="4" y="16">Llama-3.1-8B, rows of 8,192, one GPU. Bars: GiB that the planner '
-             'expects.</text>\n<text x="4" y="32">Behind a bar: GiB that an H100 took, without CUDA\'s own 1.</text>']
+    """Writes an SVG: a bar for each of STEPS, cut by kind of memory. Right of it stand what a GPU took, and a predicted
+    speed. No background."""
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 366" font-family="sans-serif" font-size="12" '
+             'fill="#848d97">\n<text x="4" y="16">Llama-3.1-8B, sequences of 8,192, one GPU. Bars: GiB that the '
+             'planner predicts.</text>\n<text x="4" y="32">Right of a bar: GiB that an H100 took, without CUDA\'s own '
+             f'1; tok/s predicted for an {SPEED_ON}.</text>']
     for i, (kind, (colour, _)) in enumerate(DRAWN.items()):
         parts.append(f'<path d="M{4 + 102 * i} 42h10v10h-10" fill="{colour}"/>'
                      f'<text x="{18 + 102 * i}" y="51">{kind}</text>')
-    for gib in CARDS:
-        parts.append(f'<text x="{BAR_X + PIXELS_A_GIB * gib}" y="346" text-anchor="middle">{gib} GiB card</text>')
+    for i, gib in enumerate(CARDS):  # in two lines, because the smallest stand close together
+        x = BAR_X + PIXELS_A_GIB * gib
+        parts.append(f'<text x="{x}" y="{344 + 14 * (i % 2)}" text-anchor="middle">{gib}</text>')
+    parts.append(f'<text x="{BAR_X + PIXELS_A_GIB * CARDS[-1] + 20}" y="358">GiB of common cards</text>')
     for i, (name, flags, recorded) in enumerate(STEPS):
         flags = f"--model llama-3.1-8b --random_init --seq_len 8192 --no-compile {flags}".split()
         kinds, _ = kinds_at_peak(flags, 1)
@@ -280,19 +285,31 @@ def draw_ladder(path):
         print(f"{name}: {peak / GIB:.2f} GiB planned without CUDA's, {gib} measured, {speed} tok/s")
         if speed != "-":
             recorded = float(gib)
-        parts += bar(name, kinds | {"overhead": GIB}, recorded, BAR_Y + ROW * i)
+        beside = [f"{recorded:.2f} GiB"] if recorded else []
+        beside.append(f"{predicted_speed(flags):,.0f} tok/s")
+        parts += bar(name, kinds | {"overhead": GIB}, ", ".join(beside), BAR_Y + ROW * i)
     path.write_text("\n".join([*parts, "</svg>\n"]))
 
 
-def bar(name, kinds, recorded, y):
-    """Parts of the SVG: a step's name, its bar, what a GPU took, and the lines of the cards between texts."""
+def predicted_speed(flags):
+    """Tokens a second that the plan predicts for one SPEED_ON, compiled."""
+    import train
+
+    args = train.parse_args([*(flag for flag in flags if flag != "--no-compile"), "--dry_run", "--gpu", SPEED_ON])
+    config = train.open_config(args, 1, device=None, random_init=True).config
+    run = train.RunSpec(args, config, 1, args.seq_len)
+    with_host, _ = train.time_of_step(run, train.blocks_as_asked(run), train.CARDS[SPEED_ON])
+    return args.seq_len / with_host
+
+
+def bar(name, kinds, beside, y):
+    """Parts of the SVG: a step's name, its bar, the text beside it, and the lines of the cards between texts."""
     total = sum(kinds.values()) / GIB
     parts = [f'<text x="4" y="{y + 12}">{name}</text>',
              f'<text x="292" y="{y + 12}" text-anchor="end">{total:.1f}</text>']
     text_start = text_end = BAR_X + PIXELS_A_GIB * total + 4
-    if recorded:
-        parts.append(f'<text x="{text_start:.1f}" y="{y + 12}">H100: {recorded:.2f}</text>')
-        text_end += 80
+    parts.append(f'<text x="{text_start:.1f}" y="{y + 12}">{beside}</text>')
+    text_end += 6.5 * len(beside)
     for gib in CARDS:  # a card's line stops where the text is
         x = BAR_X + PIXELS_A_GIB * gib
         if not text_start - 4 < x < text_end:
