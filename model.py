@@ -1828,17 +1828,11 @@ def parse_config(raw, where="config.json"):
     dtype = given.get(dtype_key, "bfloat16")
     if dtype not in ("float32", "float16", "bfloat16"):
         raise error(dtype_key, "expected float32, float16 or bfloat16")
-    theta, factor, scaling = parse_rope(given, name, values, where, error)
-    layer_types, rope_layers = blocks_of(given, family, values, theta, error)
-    rope_size = int(values["head_dim"] * factor)  # elements are rotated in pairs
-    if rope_size == 0 or rope_size % 2:
-        raise error("head_dim", f"RoPE needs an even number, not {rope_size}")
-    ropes = [given.get(key) or {} for key in ROPE_KEYS]
-    rope_ignored = tuple(key for key in ROPE_IGNORED if any(key in rope for rope in ropes))
+    rope = parse_rope(given, name, values, where, error)
+    layer_types, rope_layers = blocks_of(given, family, values, rope["rope_theta"], error)
     return Config(
-        **values, model_type=name, family=family, prefix=prefix, dtype=getattr(torch, dtype),
-        layer_types=layer_types, rope_layers=rope_layers, rope_theta=theta, rope_scaling=scaling,
-        rope_ignored=rope_ignored, rope_size=rope_size)
+        **values, **rope, model_type=name, family=family, prefix=prefix, dtype=getattr(torch, dtype),
+        layer_types=layer_types, rope_layers=rope_layers)
 
 
 def blocks_of(given, family, values, theta, error):
@@ -1905,69 +1899,64 @@ ROPE_NEEDED = "factor", "low_freq_factor", "high_freq_factor"
 ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # may stand beside them; Ministral 3 repeats max_position_embeddings
 ROPE_OTHERS = (
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", *ROPE_OF_IMAGES,
-)
+    "rope_type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", *ROPE_OF_IMAGES)
 ROPE_IGNORED = "attn_factor", "finetuned"  # in the first YaRN files: transformers does not read them either
 ROPE_KEYS = "rope_scaling", "rope_parameters"  # as transformers 4 and 5 write
 IMPLIED_THETAS = {"smollm3": 2e6, "cwm": 1e6}  # where transformers has a safe default
 
 
-def read_rope_numbers(rope, rope_type, where):
-    """-> {key: number} of those numbers of a rope_type that a file's object has."""
-    bounds = ROPE_NUMBERS[rope_type]
-    for name, value in rope.items():
-        if value is not None and name not in (*bounds, *ROPE_OTHERS, *ROPE_IGNORED):
-            raise ValueError(f"{where}: {name} = {quoted(value)}: not implemented for rope_type {rope_type}")
-    numbers = {name: read_field(rope, name, bounds[name], where) for name in bounds
-               if name in ROPE_NEEDED or rope.get(name) is not None}
-    # their difference is a divisor
-    if rope_type == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-        raise ValueError(f"{where}: low_freq_factor must be below high_freq_factor")
-    if rope_type == "yarn" and numbers.get("beta_fast", BETA_FAST) < numbers.get("beta_slow", BETA_SLOW):
-        raise ValueError(f"{where}: beta_fast must not be below beta_slow")
-    return numbers
+def rope_in_file(given, where, error):
+    """The values of RoPE in one dict, from `rope_theta`, `partial_rotary_factor` and `rope_scaling`, or
+    transformers 5's `rope_parameters`. What is there twice must agree."""
+    merged = {name: given[name] for name in ("rope_theta", "partial_rotary_factor") if name in given}
+    for key in ROPE_KEYS:
+        rope = given.get(key) or {}
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise error(key, "expected one flat object; rope parameters per layer type are not implemented")
+        if rope:  # the type comes first: an error about it says more than one about its numbers
+            rope_type = rope.get("rope_type") or rope.get("type") or "default"
+            rope = {"rope_type": None} | rope | {"rope_type": rope_type, "type": None}
+        for name, value in rope.items():
+            if value is not None and merged.setdefault(name, value) != value:
+                raise ValueError(f"{where}: {key}.{name} = {quoted(value)} differs from "
+                                 f"{quoted(merged[name])}, which the file has, too: leave one of the two out")
+    return {"rope_type": "default"} | merged
 
 
 def parse_rope(given, model_type, values, where, error):
-    """-> (theta, the part of a head that RoPE rotates, scaling) from `rope_theta`, `partial_rotary_factor`
-    and `rope_scaling`, or transformers 5's `rope_parameters`. What is there twice must agree."""
-    stated = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    scalings = []  # one of each key that the file has: they must agree
-    for key in ROPE_KEYS:
-        rope = given.get(key)
-        if not rope:
-            continue
-        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            raise error(key, "expected one flat object; rope parameters per layer type are not implemented")
-        rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        if rope_type not in list(ROPE_NUMBERS):
-            raise error(key, f"rope_type is not one of {', '.join(ROPE_NUMBERS)}")
-        numbers = read_rope_numbers(rope, rope_type, f"{where}: {key}")
-        if "llama_4_scaling_beta" in numbers and not FAMILIES[model_type].growing_q:
-            raise error(key, f"llama_4_scaling_beta is not implemented for {model_type}")
-        scalings.append({"rope_type": rope_type, **numbers})
-        for name, value in stated.items():
-            other = rope.get(name)
-            if other is None:
-                continue
-            if value not in (None, other):
-                raise error(name, f"{key}.{name} = {quoted(other)} differs: leave one of the two out")
-            stated[name] = other
-    scalings = scalings or [{"rope_type": "default"}]
-    if scalings[0] != scalings[-1]:
-        raise error("rope_scaling", "rope_parameters differ: leave one of the two out")
-    scaling = scalings[0]
+    """-> {field of Config: its value} for those about RoPE."""
+    rope = rope_in_file(given, where, error)
+    rope_type = rope["rope_type"]
+    key = next((key for key in ROPE_KEYS if given.get(key)), "rope_scaling")
+    if rope_type not in list(ROPE_NUMBERS):
+        raise error(key, f"rope_type is not one of {', '.join(ROPE_NUMBERS)}")
+    limits = ROPE_NUMBERS[rope_type]
+    for name, value in rope.items():
+        if name not in (*limits, *ROPE_OTHERS, *ROPE_IGNORED):
+            raise error(key, f"{name} = {quoted(value)} is not implemented for rope_type {rope_type}")
+    numbers = {name: read_field(rope, name, limits[name], f"{where}: {key}") for name in limits
+               if name in ROPE_NEEDED or name in rope}
+    # their difference is a divisor
+    if rope_type == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise error(key, "low_freq_factor must be below high_freq_factor")
+    if rope_type == "yarn" and numbers.get("beta_fast", BETA_FAST) < numbers.get("beta_slow", BETA_SLOW):
+        raise error(key, "beta_fast must not be below beta_slow")
+    if "llama_4_scaling_beta" in numbers and not FAMILIES[model_type].growing_q:
+        raise error(key, f"llama_4_scaling_beta is not implemented for {model_type}")
     # old Llama-2 files leave out their 10000; elsewhere it would be wrong positions (vllm #42624)
-    is_old_llama = not (model_type.startswith("qwen") or scaling["rope_type"] == "llama3"
+    is_old_llama = not (model_type.startswith("qwen") or rope_type == "llama3"
                         or values["vocab_size"] >= 100_000)
     implied = IMPLIED_THETAS.get(model_type, 1e4 if is_old_llama else None)
-    if stated["rope_theta"] is None and implied is None:
+    if "rope_theta" not in rope and implied is None:
         raise error("rope_theta", "missing, with no safe default: copy it from the model's page")
-    theta = read_field(stated, "rope_theta", POSITIVE._replace(default=implied), where)
-    if scaling["rope_type"] == "yarn" and theta <= 1:
+    theta = read_field(rope, "rope_theta", POSITIVE._replace(default=implied), where)
+    if rope_type == "yarn" and theta <= 1:
         raise error("rope_theta", "YaRN needs one above 1")
     bounds = Bounds(float, 1, 1, 1)  # RoPE rotates the whole of a head
     if FAMILIES[model_type].part_rope:
         bounds = Bounds(float, 0, 1, 0.25)
-    factor = read_field(stated, "partial_rotary_factor", bounds, where)
-    return theta, factor, scaling
+    size = int(values["head_dim"] * read_field(rope, "partial_rotary_factor", bounds, where))
+    if size == 0 or size % 2:  # elements are rotated in pairs
+        raise error("head_dim", f"RoPE needs an even number, not {size}")
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": rope_type, **numbers}, "rope_size": size,
+            "rope_ignored": tuple(name for name in ROPE_IGNORED if name in rope)}

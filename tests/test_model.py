@@ -903,7 +903,7 @@ def test_exported_config_has_rope_as_transformers_4_and_5_spell_it(tmp_path, fam
         del given["rope_parameters"]
     data.save_model(iter([]), {}, tmp_path, given, write=True)
     written = data.read_json(tmp_path / "config.json")
-    assert written == config | spelled_by_4
+    assert written == config | spelled_by_4 | {"torch_dtype": config["dtype"]}
     assert lm.parse_config(written) == lm.parse_config(config)
 
 
