@@ -3004,7 +3004,7 @@ def find_result(model, adapter=None):
                              f"(--merge --model {model}) and give the merged/ that it writes")
         base = read_json(folder / ADAPTER_CONFIG).get(BASE)
         if not base or not isinstance(base, str):
-            what = format_of_files(os.listdir(folder)) or f"name it: --adapter {folder} --model BASE"
+            what = foreign_format(os.listdir(folder)) or f"name it: --adapter {folder} --model BASE"
             raise ValueError(f"{folder}/{ADAPTER_CONFIG}: {BASE} is {quoted(base)}, not the base: {what}")
         return base[:1000], str(folder)
     if folder not in (None, Path(model)):  # ./tiny stays as it was typed: it is no built-in model
@@ -3069,7 +3069,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
     config = FOLDERS[flag]
     folder = TINY if name == "tiny" else Path(name)
     if folder.is_file():
-        what = format_of_files([name]) or f"give the folder that it is in, with its {config}"
+        what = foreign_format([name]) or f"give the folder that it is in, with its {config}"
         raise ValueError(f"--{flag} {name}: a file: {what}")
     if not folder.is_dir():
         if name.startswith((".", "/", "~")):
@@ -3112,7 +3112,7 @@ def folder_of(flag, name, revisions=None, with_weights=True):
     below = [path for levels in ("", "*/", "*/*/") for path in folder.glob(f"{levels}*")]
     found = [f"--{other} {name if path.parent == folder else path.parent}"
              for other, file in FOLDERS.items() for path in below if path.name == file]
-    what = f"give {listing(found)}" if found else format_of_files(map(str, below))
+    what = f"give {listing(found)}" if found else foreign_format(below)
     if not what and any(path.suffix == ".safetensors" for path in below):
         what = f"weights alone: copy {config} and tokenizer*.json of the same training or its base to them"
     raise ValueError(f"{folder}: no {config}: {what or 'expected a folder as transformers or PEFT save it'}")
@@ -3139,33 +3139,33 @@ def did_you_mean(name):
     return f"Did you mean {listing(meant)}?" if meant else ""
 
 
-# {a pattern of the names of files: what they are, and what to do}
-OTHER_FORMATS = {
-    r"\.gguf$": "GGUF is llama.cpp's format, mostly of quantized weights: give the model that it was made of",
+# {a pattern of the names of files or of tensors: what has them, and what to do}
+FOREIGN = {
+    r"[.]gguf$": "GGUF is llama.cpp's format, mostly quantized: give the model that it was made of",
     r"adapters[.](safetensors|npz)$":
         "an adapter of MLX: `mlx_lm.fuse --model BASE --adapter-path DIR` makes a model of it",
     r"[.]distcp$|/pytorch_model_fsdp_\d+$":
         "shards of FSDP: `accelerate merge-weights` makes safetensors of them",
     r"/zero_to_fp32[.]py$|/global_step\d+$|_(model|optim)_states[.]pt$":
         "shards of DeepSpeed: its zero_to_fp32.py with --safe_serialization makes safetensors of them",
-    r"/latest_checkpointed_iteration[.]txt$|[.]nemo$":
-        "Megatron's or NeMo's own format: their tools export it for Hugging Face",
+    r"/latest_checkpointed_iteration[.]txt$|[.]nemo$|/lit_model[.]pth|/(meta|hf)_model_\d+_\d+[.]pt$"
+    r"|/adapter_\d+[.]pt$":
+        "a format of Megatron, NeMo, LitGPT or torchtune: their converters make a folder of Hugging Face's",
     r"params[.]json$|consolidated[.]safetensors$|[.]00[.]pth$":
         "Meta's or Mistral's own format: take the same model's config.json and model*.safetensors",
-    r"/lit_model[.]pth|/(meta|hf)_model_\d+_\d+[.]pt$|/adapter_\d+[.]pt$":
-        "LitGPT's or torchtune's own format: their converters to Hugging Face's make a folder of it",
-    r"/model-rank-\d+-part-\d+[.]safetensors$": "vLLM's own format: give the folder that vLLM has read",
+    r"/model-rank-\d+-part-\d+[.]safetensors$|[.](qkv_proj|gate_up_proj|w?qkv|Wqkv|query_key_value)[.]":
+        "fused layers, as vLLM has them: give the folder that transformers saves",
+    r"[.]base_layer[.]": "base and adapter: PEFT's merge_and_unload() and save_pretrained() make one model",
     # others of these lie beside weights
     r"^(?!.*/(optimizer|scheduler|rng_state|scaler|training_args)).*[.](pth|pt|bin|h5|msgpack|onnx|npz)$":
         "safetensors alone are read (.bin and .pth can run code): transformers' save_pretrained writes them",
 }
 
 
-def format_of_files(paths):
-    """What is said of the first pattern of OTHER_FORMATS that a path has, or None."""
-    paths = [f"/{path}" for path in paths]
-    for pattern, what in OTHER_FORMATS.items():
-        if any(re.search(pattern, path) for path in paths):
+def foreign_format(names):
+    """What FOREIGN says of the first of its patterns that one of these names has, or None."""
+    for pattern, what in FOREIGN.items():
+        if any(re.search(pattern, f"/{name}") for name in names):
             return what
     return None
 
@@ -3258,7 +3258,7 @@ class WeightFiles:
         for path in [self.folder / name for name in weight_files(self.folder, single) or [single]]:
             check_is_file(path)
             if not path.exists():
-                why = format_of_files(os.listdir(self.folder)) or (
+                why = foreign_format(os.listdir(self.folder)) or (
                     f"the download is incomplete, or several files lack their {single}.index.json")
                 raise ValueError(f"{path}: no such file: {why}; there are {listing(os.listdir(self.folder))}")
             self.add_file(path)
@@ -3489,36 +3489,13 @@ def whole(reader, name):
     return reader.rows(name, 0, reader.tensors[name].n_rows)
 
 
-# {a pattern of the names of tensors that no model here has: what they are, and what to do}
-OTHER_NAMES = {
-    r"[.](qkv_proj|gate_up_proj|w?qkv|Wqkv|query_key_value)[.]":
-        "fused layers, as vLLM has them in memory: give the folder that transformers saves",
-    r"[.]base_layer[.]": "base and adapter: PEFT's merge_and_unload() and save_pretrained() make one model",
-}
-
-
-def sizes_of(shapes):
-    """{"hidden size": D, "blocks": n} of the {name: shape} of a model's tensors, or of its adapter's."""
-    sizes = {}
-    for name, shape in shapes.items():
-        if block := re.search(r"^(?!.*(?:vision|visual)).*[.]layers[.](\d+)[.]", name):
-            sizes["blocks"] = max(int(block[1]) + 1, sizes.get("blocks", 0))
-            if re.search(r"[.](q|k|v|gate|up)_proj[.](lora_A[.])?weight$", name):
-                sizes["hidden size"] = shape[-1]
-            if re.search(r"[.](o|down|out)_proj[.](lora_B[.])?weight$", name):
-                sizes["hidden size"] = shape[0]
-    return sizes
-
-
 def check_weights(model, reader, folder):
     """Raises a ValueError if names or shapes in files are not those of the model, or of its LoRA."""
     expected = shapes_in_files(model)
-    what = "weights of another model than its config.json"
-    advice = ""
+    advice = "weights of another model?"
     vocabulary = model.config.vocab_size, model.config.hidden_size
     if any(".lora_" in name for name in expected):
-        what = "an adapter of another model"
-        advice = f": {MERGE}"
+        advice = f"{MERGE}, unless it is an adapter of another model"
         trained = []  # PEFT writes and expects both embedding and head, even if they are tied
         if model.model.embed_tokens.weight.requires_grad:
             trained = [embedding_in_files(model.config), HEAD]
@@ -3530,23 +3507,15 @@ def check_weights(model, reader, folder):
     found = {name: stored.shape for name, stored in reader.tensors.items()
              if not name.endswith("rotary_emb.inv_freq")  # old Llama-2 files have it
              and not name.startswith(COPIED_PREFIXES)}
-    given = sizes_of(found)
-    other = [f"{size} {given[size]}, not {n}" for size, n in sizes_of(expected).items()
-             if given.get(size, n) > n or (size == "hidden size" and given.get(size, n) != n)]
-    if other:
-        raise ValueError(f"{folder}: {what} ({'; '.join(other)})")
     differences = {
         "missing": expected.keys() - found,
         "unexpected": found.keys() - expected,
         "wrong shape": [f"{name} is {list(found[name])}, not {list(expected[name])}"
                         for name in expected.keys() & found if found[name] != expected[name]],
     }
-    for pattern, why in OTHER_NAMES.items():
-        if any(re.search(pattern, name) for name in found.keys() - expected):
-            advice = f": {why}"
     if any(differences.values()):
         text = "; ".join(f"{what}: {listing(names)}" for what, names in differences.items() if names)
-        raise ValueError(f"{folder}: {text}{advice}")
+        raise ValueError(f"{folder}: {text}: {foreign_format(differences['unexpected']) or advice}")
 
 
 def embedding_in_files(config):
@@ -3580,7 +3549,7 @@ def open_adapter(folder):
     where = f"{folder}/{ADAPTER_CONFIG}"
     config = read_json(where)
     if "peft_type" not in config:
-        raise ValueError(f"{where}: no peft_type: {format_of_files(os.listdir(folder)) or 'expected LORA'}")
+        raise ValueError(f"{where}: no peft_type: {foreign_format(os.listdir(folder)) or 'expected LORA'}")
     for key, value in config.items():
         if key not in ADAPTER_FREE and value not in [None, *ADAPTER_KEYS.get(key, [False, "", []])]:
             raise ValueError(f"{where}: {listing([key])} = {quoted(value)} is not implemented: {MERGE}")

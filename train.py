@@ -2586,7 +2586,7 @@ def checkpoint_to_resume(out, resume):
     if not found:
         raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
     if not is_ours(found):
-        what = data.format_of_files(os.listdir(found)) or f"--model {found} begins with its weights"
+        what = data.foreign_format(os.listdir(found)) or f"--model {found} begins with its weights"
         raise ValueError(f"--resume {found}: a checkpoint of another trainer: {what}")
     return found
 

@@ -1104,10 +1104,10 @@ def test_the_config_of_the_base_beside_an_adapter_makes_it_no_model(tmp_path, gr
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"hidden_size": 64, "num_attention_heads": 2}, "hidden size 192, not 64"),
-    ({"num_hidden_layers": 2}, "blocks 6, not 2"),
+    ({"hidden_size": 64, "num_attention_heads": 2}, r"wrong shape: .*192.*, not .*64.*"),
+    ({"num_hidden_layers": 2}, r"unexpected: .*layers\.\d\..* and \d+ more"),
 ])
-def test_an_adapter_or_weights_of_another_model_are_named_by_their_sizes(changes, words):
+def test_an_adapter_or_weights_of_another_model_are_named_as_such(changes, words):
     config = lm.parse_config(data.read_json(data.TINY / "config.json"))
     other = lm.parse_config(data.read_json(data.TINY / "config.json") | changes)
     for target in ("q_proj", "down_proj"):
@@ -1119,19 +1119,13 @@ def test_an_adapter_or_weights_of_another_model_are_named_by_their_sizes(changes
                   if ".lora_" in name}
         reader = argparse.Namespace(tensors={
             name: data.Stored(None, shape, torch.float32, name) for name, shape in shapes.items()})
-        with pytest.raises(ValueError, match=rf"^a: an adapter of another model \({words}\)$"):
+        with pytest.raises(ValueError, match=rf"^a: {words}: merge it .*an adapter of another model$") as error:
             data.check_weights(models[1], reader, "a")
+        assert len(str(error.value)) < 1000  # a few names of hundreds
     with torch.device("meta"):
         model = lm.Transformer(other)
-    with pytest.raises(ValueError, match=rf"^m: weights of another model than its config.json \({words}\)$"):
+    with pytest.raises(ValueError, match=rf"^m: {words}: weights of another model\?$"):
         data.check_weights(model, data.WeightFiles(data.TINY), "m")
-
-
-def test_blocks_of_a_tower_are_not_those_of_the_model():
-    tower = {f"base_model.model.model.vision_tower.encoder.layers.{i}.q_proj.lora_A.weight": (2, 9) for i in range(9)}
-    assert data.sizes_of(tower) == {}
-    decoder = {"base_model.model.model.language_model.layers.3.self_attn.q_proj.lora_A.weight": (2, 8)}
-    assert data.sizes_of(tower | decoder) == {"blocks": 4, "hidden size": 8}
 
 
 @pytest.mark.parametrize("files, words", [
