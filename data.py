@@ -192,12 +192,9 @@ def make_folder(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
-def put_in_place(part, path, keep_older=False):
-    """Renames `part` to `path`. keep_older: another process may have made the same one first."""
+def put_in_place(part, path):
     for made in (*part.rglob("*"), part):
         sync(made)  # first, or a power cut could leave the new name with files that are not on the disk
-    if keep_older and os.path.lexists(path):
-        return
     if part.is_dir() and os.path.lexists(path):
         remove_complete(path)  # a folder cannot be renamed to one that has files
     rename(part, path)
@@ -2081,7 +2078,8 @@ def tokenized(spec, tokenizer, columns=(), revisions=None):
                 # or the tokens of a new file would stand under the name of the old one, for all later runs
                 if [sha256_of(path) for path in (__file__, *paths)] != contents:
                     raise ValueError("changed while it was read: start again when it is complete")
-                put_in_place(unfinished, folder, keep_older=True)
+                if not os.path.lexists(folder):  # another job may have made the same entry
+                    put_in_place(unfinished, folder)
     except ValueError as error:
         raise type(error)(f"{spec}: {error}") from error
     return folder
@@ -3702,14 +3700,11 @@ def with_both_spellings(raw):
         return raw
     if "text_config" in raw:
         return raw | {"text_config": with_both_spellings(raw["text_config"])}
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    # numbers as the file has them: not every reader takes 8.0 for an 8
-    scaling = {key: given.get(key, value) for key, value in config.rope_scaling.items()}
-    scaling |= {key: given[key] for key in lm.ROPE_OF_IMAGES if key in given}
-    theta = raw.get("rope_theta") or given.get("rope_theta") or config.rope_theta
-    old = None if scaling == {"rope_type": "default"} else scaling
-    new = {**scaling, "rope_theta": theta}
-    return raw | {"rope_theta": theta, "rope_scaling": old, "rope_parameters": new}
+    rope = lm.rope_in_file(raw)  # numbers as the file has them: not every reader takes 8.0 for an 8
+    rope.pop("partial_rotary_factor", None)  # RoPE rotates the whole of a head
+    theta = rope.pop("rope_theta", config.rope_theta)
+    old = None if rope == {"rope_type": "default"} else rope
+    return raw | {"rope_theta": theta, "rope_scaling": old, "rope_parameters": {**rope, "rope_theta": theta}}
 
 
 def save_adapter(adapter_tensors, out, base, rank, alpha, dropout, targets, rslora=False):

@@ -1895,24 +1895,27 @@ ROPE_NUMBERS = {
 }
 # A file may leave out the others, and then so does what is written.
 ROPE_NEEDED = "factor", "low_freq_factor", "high_freq_factor"
-# for text, whose tokens have three equal positions, these mean nothing
-ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-# may stand beside them; Ministral 3 repeats max_position_embeddings
+# May stand beside them. Ministral 3 repeats max_position_embeddings, and the last two mean nothing for text,
+# whose tokens have three equal positions.
 ROPE_OTHERS = (
-    "rope_type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", *ROPE_OF_IMAGES)
+    "rope_type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", "mrope_section",
+    "mrope_interleaved",
+)
 ROPE_IGNORED = "attn_factor", "finetuned"  # in the first YaRN files: transformers does not read them either
 ROPE_KEYS = "rope_scaling", "rope_parameters"  # as transformers 4 and 5 write
 IMPLIED_THETAS = {"smollm3": 2e6, "cwm": 1e6}  # where transformers has a safe default
 
 
-def rope_in_file(given, where, error):
+def rope_in_file(given, where="config.json"):
     """The values of RoPE in one dict, from `rope_theta`, `partial_rotary_factor` and `rope_scaling`, or
     transformers 5's `rope_parameters`. What is there twice must agree."""
-    merged = {name: given[name] for name in ("rope_theta", "partial_rotary_factor") if name in given}
+    at_the_top = "rope_theta", "partial_rotary_factor"
+    merged = {name: given[name] for name in at_the_top if given.get(name) is not None}
     for key in ROPE_KEYS:
         rope = given.get(key) or {}
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            raise error(key, "expected one flat object; rope parameters per layer type are not implemented")
+            raise ValueError(f"{where}: {key} = {quoted(rope)}: expected one flat object; "
+                             "rope parameters per layer type are not implemented")
         if rope:  # the type comes first: an error about it says more than one about its numbers
             rope_type = rope.get("rope_type") or rope.get("type") or "default"
             rope = {"rope_type": None} | rope | {"rope_type": rope_type, "type": None}
@@ -1925,7 +1928,7 @@ def rope_in_file(given, where, error):
 
 def parse_rope(given, model_type, values, where, error):
     """-> {field of Config: its value} for those about RoPE."""
-    rope = rope_in_file(given, where, error)
+    rope = rope_in_file(given, where)
     rope_type = rope["rope_type"]
     key = next((key for key in ROPE_KEYS if given.get(key)), "rope_scaling")
     if rope_type not in list(ROPE_NUMBERS):
