@@ -2415,9 +2415,9 @@ def open_documents(folders, names, seq_len, overflow=None, vocab_size=1 << 31, h
     tables = []
     for number, (folder, name) in enumerate(zip(folders, names, strict=True)):
         try:
-            report = read_report(folder)
             tokens, supervised, documents = (
                 np.asarray(np.memmap(folder / key, dtype, "r")) for key, dtype in ARRAYS.items())
+            report = read_report(folder)
         except OSError as error:
             if error.errno == errno.EMFILE:
                 limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
