@@ -3127,7 +3127,7 @@ def did_you_mean(name):
         hub_id = config["_name_or_path"]
         known = hub_id.partition("/")[2]
         if typed.lower().startswith(known.lower()) and ":" not in typed:  # Llama-3.1-8B-Instruct
-            hub_id = hub_id.removesuffix(known) + known + typed[len(known) :]
+            hub_id += typed[len(known) :]
         ids |= {plain(preset_name): hub_id, plain(known): hub_id}
     inside = [known for known in ids if known in plain(typed)]
     similar = difflib.get_close_matches(plain(typed), ids, n=1, cutoff=0.8)
