@@ -3393,16 +3393,14 @@ class RandomWeights:
         dtype = self.config.dtype
         self.tensors = {name: Stored(None, shape, dtype, name)
                         for name, shape in shapes_in_files(model).items()}
+        norms = [name for name, module in model.named_modules()
+                 if isinstance(module, lm.RMSNorm) and not module.adds_one]
+        self.ones = {names_in_files(f"{name}.weight", self.config)[0] for name in norms}
 
     def rows(self, name, start, stop):
         shape = self.tensors[name].shape
         if len(shape) == 1:
-            family = self.config.family
-            adds_one = family.norms_add_one if ".layers." in name else family.last_norm_adds_one
-            # Qwen3.5's norm inside of Gated DeltaNet does not add one
-            adds_one = adds_one and not name.endswith("linear_attn.norm.weight")
-            is_one = name.endswith("norm.weight") and not adds_one
-            return torch.full((stop - start,), float(is_one))
+            return torch.full((stop - start,), float(name in self.ones))
         rows = random_rows(name, shape[-1], start, stop, self.seed, self.device)
         return rows.mul_(self.config.initializer_range)
 
