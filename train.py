@@ -267,8 +267,7 @@ def main(argv, progress, exits):
         result_step = load_best_(tensors, state, saver, resumed, ranks)
     # the last update may have made a weight inf, and no forward has seen it since
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, result_step, ranks)
-    export = functools.partial(data.export, args, model, opened.reader, opened.files, tokenizer, out, ranks)
-    write_result(export, end_if_signalled, saver, state["step"], ranks, args.timeout)
+    data.export(args, model, opened.reader, opened.files, tokenizer, out, ranks)
     evaluate_if_due()
     end_if_signalled()  # for a signal that came during the export
     stop.can_save = False  # all is written: from here on a signal ends the process at once
@@ -329,13 +328,8 @@ class Ranks:
                 set_to = " ".join(f"{name}={os.environ.get(name)}" for name in sorted(OF_GROUP))
                 data.say(f"{set_to}: waits for the other ranks; to train alone, unset RANK", to_stderr=True)
             # init_process_group() would do the same by itself, but with names that nobody can change
-            try:
-                with meeting():
-                    store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
-            except ValueError as caught:  # a variable is missing, or no number
-                raise ConnectionError(
-                    f"RANK is set, so this process is one of several ranks. {caught}. torchrun sets "
-                    f"{data.listing(OF_GROUP)}: start with it, or unset RANK") from caught
+            with meeting():
+                store, self.rank, self.world = next(rendezvous("env://", timeout=self.step_limit))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 # A restarted rank gets the store of the dead ones, with their addresses. So each start uses
                 # names of its own (pytorch #135712).
@@ -352,14 +346,10 @@ class Ranks:
                 if self.world > 1:
                     self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
         self.is_one_machine = self.world <= self.n_local
-        gpu = torch.cuda.get_device_properties(self.device) if on_gpu else None
-        gpu = getattr(gpu, "uuid", self.rank)  # the emulated device has none
-        self.names, gpus = zip(*self.gather((name_of_rank(), str(gpu))))
+        self.names = self.gather(name_of_rank())
         with self.agree():
             if error:
                 raise ValueError(error)
-            if len({*gpus}) < self.world:
-                raise ValueError(f"--nproc_per_node {self.n_local}: two ranks have the same GPU")
 
     def say(self, text):
         if self.rank == 0:
@@ -428,6 +418,10 @@ def meeting():
     """Makes one line of torch's errors where ranks do not find each other. Each rank has to print its own."""
     try:
         yield
+    except ValueError as error:  # a variable is missing, or no number
+        raise ConnectionError(
+            f"RANK is set, so this process is one of several ranks. {error}. torchrun sets "
+            f"{data.listing(OF_GROUP)}: start with it, or unset RANK") from error
     except RuntimeError as error:
         given = " ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
         why = str(error).splitlines()[0][:300].rstrip(".")
@@ -456,7 +450,8 @@ def prepare_device(local_rank, n_local):
             say_missing_gpu([str(warning.message) for warning in warned])
         return torch.device("cpu")
     n_gpus = torch.cuda.device_count()
-    if n_gpus == 1:  # `srun --gpus-per-task=1` shows each rank its own GPU alone
+    # `srun --gpus-per-task=1` shows each rank its own GPU alone, and torchrun shows all to all
+    if n_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         local_rank = 0
     elif max(n_local, local_rank + 1) > n_gpus:
         raise ValueError(f"--nproc_per_node {n_local}: there are {n_gpus} GPUs")
@@ -709,9 +704,6 @@ def open_model(args, ranks, revisions=None):
 
 # These flags are compared by what they stand for: copies of a model or of data may lie anywhere.
 BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume"}
-# variables of the environment that change how torch and its libraries compute
-OF_NUMBERS = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ATEN_CPU_CAPABILITY", "MKL_CBWR",
-              "CUBLAS_WORKSPACE_CONFIG", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 
 
 def what_is_trained(args, opened, resumed, ranks):
@@ -724,7 +716,6 @@ def what_is_trained(args, opened, resumed, ranks):
     about["--out"] = args.out and os.path.realpath(args.out)
     about["--resume"] = "given" if args.resume else "not given"
     about |= {f"config.json's {key}": value for key, value in dataclasses.asdict(opened.config).items()}
-    about |= {name: os.environ.get(name) for name in OF_NUMBERS}
     tokenizer = opened.tokenizer
     texts = tokenizer.core.to_str(), tokenizer.bos_ids, tokenizer.eos_ids, tokenizer.variables
     about["checksum of the tokenizer"] = zlib.crc32(repr(texts).encode())
@@ -732,24 +723,18 @@ def what_is_trained(args, opened, resumed, ranks):
     about["device"] = ranks.device.type
     files = {os.path.basename(path): [path] for path in (__file__, data.__file__, lm.__file__, nf4.__file__)}
     files["state of --resume"] = [resumed / STATE] if resumed else []
-    for flag, reader in (("model", opened.reader), ("adapter", opened.adapter_reader)):
-        files[f"weights of --{flag}"] = getattr(reader, "open_files", ())  # random ones have no files
-    for flag in ("data", "eval_data"):
-        files[f"--{flag}"] = getattr(args, flag) or ()
+    files["weights of --model"] = getattr(opened.reader, "open_files", ())  # random ones have no files
+    files["weights of --adapter"] = getattr(opened.adapter_reader, "open_files", ())
+    files["--data"] = args.data or ()
+    files["--eval_data"] = args.eval_data or ()
     for what, paths in files.items():
         for number, path in enumerate(paths, 1):
-            name = what if len(paths) == 1 else f"{what}, file {number}"
-            about[name] = content_of(path, 2**30 // len(paths))
+            content = "no file"  # open_data() compares the rows of data sets
+            if os.path.isfile(path):
+                checksum = data.crc_of(path, 2**30 // len(paths))
+                content = f"{os.path.getsize(path):,} bytes, checksum {checksum:08x}"
+            about[what if len(paths) == 1 else f"{what}, file {number}"] = content
     return about
-
-
-def content_of(path, n_bytes):
-    """The size and checksum of a file. open_data() compares values of --data that are no files."""
-    if data.is_saved_set(str(path)):
-        return "a saved data set"
-    if not os.path.isfile(path):
-        return f"{path}, no file"
-    return f"{os.path.getsize(path):,} bytes, checksum {data.crc_of(path, n_bytes):08x}"
 
 
 def compare_ranks(args, opened, resumed, ranks):
@@ -1982,38 +1967,29 @@ def tracer(profile, snapshot, out, ranks):
 
 # ---------------- what a start prints
 
-def cgroup_limits(controller, file, *older_files):
-    """Yields the numbers of a limit, for each control group that this process is in. file: as version 2 of
-    cgroups calls it; older_files: what version 1 has in its place."""
-    groups = {"/"}  # where a container sees its own, whatever path it has on the machine
-    trees = {"": [file], controller: older_files}  # {folder of a hierarchy: files of each group in it}
-    with contextlib.suppress(OSError, ValueError):  # no Linux
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if not controllers or controller in controllers.split(","):
-                trees.setdefault(controllers, older_files)  # cpu,cpuacct for example
-                groups |= {group, *map(str, Path(group).parents)}  # the limits of those above count, too
-    for group, (tree, names) in itertools.product(groups, trees.items()):
-        folder = Path(f"/sys/fs/cgroup/{tree}/{group}")
-        with contextlib.suppress(OSError, ValueError):  # the file is not there, or it says "max"
-            yield [int(word) for name in names for word in (folder / name).read_text().split()]
+def limits_of_groups(file):
+    """Yields the numbers in a file of each control group (cgroup v2) that this process is in. Those above its
+    own count, too, and a container sees its own as the root."""
+    groups = {"/"}
+    with contextlib.suppress(OSError):  # no Linux
+        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
+        groups |= {group, *map(str, Path(group).parents)}
+    for group in groups:
+        with contextlib.suppress(OSError, ValueError):  # the file is not there, or it has "max"
+            yield [int(word) for word in Path(f"/sys/fs/cgroup/{group}/{file}").read_text().split()]
 
 
 def allowed_cores():
     """How many CPU cores this process may use: by its affinity, and by the quota of a container or a job."""
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for quota_us, period_us in cgroup_limits("cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
-        if quota_us > 0:  # version 1 has -1 where there is none
-            n_cores = min(n_cores, math.ceil(quota_us / period_us))
-    return n_cores
+    quotas = [math.ceil(quota_us / period_us) for quota_us, period_us in limits_of_groups("cpu.max")]
+    return min([n_cores, *quotas])
 
 
 def allowed_memory():
     """Bytes of host memory that this process may use: the machine's, or the limit of a container or a job."""
     n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for (limit,) in cgroup_limits("memory", "memory.max", "memory.limit_in_bytes"):
-        n_bytes = min(n_bytes, limit)
-    return n_bytes
+    return min([n_bytes, *(limit for (limit,) in limits_of_groups("memory.max"))])
 
 
 def say_missing_gpu(warned):
@@ -2061,8 +2037,8 @@ def say_need_without_gpu(args, ranks, revisions):
                 "memory"))
 
 
-def wrapped(text):
-    return textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False)
+def wrapped(text, indent=2):
+    return textwrap.fill(text, 80, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def print_start(argv, run, model, new_ids, policy, ranks):
@@ -2103,7 +2079,7 @@ def print_start(argv, run, model, new_ids, policy, ranks):
     if torch.__version__ >= (TESTED_TORCH[0], TESTED_TORCH[1] + 1):
         lines.append(f"  note: torch {torch.__version__} is newer than those that were tested")
     for line in lines:
-        ranks.say(textwrap.fill(line, 80, subsequent_indent=" " * 6, break_on_hyphens=False))
+        ranks.say(wrapped(line, indent=6))
 
 
 def describe_blocks(run, policy):
@@ -2428,27 +2404,6 @@ def end_if_stopped(save, saver, state, stop, ranks):
     raise SystemExit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number)
 
 
-RETRY_S = 60  # between two tries to write a result that is nowhere else
-
-
-def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
-    """Calls export(), which raises the same OSError on all ranks if final/ cannot be written."""
-    # If the last step is in no checkpoint, only this process has its weights: it waits for free space.
-    for n_left in range(math.ceil(timeout / RETRY_S), -1, -1):
-        try:
-            return export()
-        except OSError as error:
-            data.remove(saver.out / "final.part")  # what could be written of it would keep the disk full
-            if saver.safe_step == steps or n_left == 0:
-                ranks.leave()
-                raise SystemExit(str(error)) from error
-            ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}. "
-                      f"The run tries again every {RETRY_S} s, {n_left} times, or until a signal")
-        for _ in range(RETRY_S):
-            time.sleep(1)
-            end_if_signalled()
-
-
 def load_best_(tensors, state, saver, resumed, ranks):
     """--patience: loads the tensors of the best evaluation's checkpoint -> the step that final/ gets."""
     step = state["step"]
@@ -2575,14 +2530,12 @@ def checkpoint_to_resume(out, resume):
         if len(passed_over) == len(runs):
             data.say(f"note: no checkpoint in {out or 'out/'}: starting anew")
             return None
-        found = newest_checkpoint(runs[len(passed_over)])
         if passed_over:
             names = data.listing(map(str, passed_over))
-            text = f"note: no checkpoint in {names}: --resume takes an older run"
-            data.say(textwrap.fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
-    else:
-        given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
-        found = given if (given / STATE).is_file() else newest_checkpoint(given)
+            data.say(wrapped(f"note: no checkpoint in {names}: --resume takes an older run"))
+        resume = runs[len(passed_over)]
+    given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
+    found = given if (given / STATE).is_file() else newest_checkpoint(given)
     if not found:
         raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
     if not is_ours(found):
@@ -2667,9 +2620,6 @@ def take_folder(out, resume, inspect, ranks, exits):
             if path and not appears(path):
                 raise ValueError(f"{flag} {path.parent}: {ranks.names[0]} has {path.name} there, and it is "
                                  "not to be seen here: all ranks have to share the disk of this folder")
-        if token:
-            with data.writing(f"--out {folder}", "file"):
-                (token / f"rank-{ranks.rank}").touch()
     if token and ranks.rank == 0:
         data.remove(token)
     return folder, checkpoint, revisions
@@ -2726,10 +2676,6 @@ def check_folder(folder, checkpoint):
     if not is_run(folder):
         raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them "
                          "(older versions' has no mark): give a new or an empty folder, also beside --resume")
-    for name in names:
-        # whoever opens a pipe waits for its other end, for ever
-        if not (name.endswith(".part") or (folder / name).is_dir()):
-            data.check_is_file(folder / name)
     newest = newest_checkpoint(folder)
     if newest and checkpoint and newest.samefile(checkpoint):
         return
@@ -2807,9 +2753,6 @@ def read_state(folder, settings, ranks):
         if not path.is_file() or [path.stat().st_size, data.crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
     compare_settings(f"--resume {folder}", state["settings"], settings, ranks)
-    best = state["best_eval"]
-    if best and not math.isfinite(best["eval_loss"]):  # older versions took nan for the best
-        state["best_eval"] = None
     return state
 
 
