@@ -2611,8 +2611,7 @@ def take_folder(out, resume, inspect, ranks, exits):
                 folder = exits.enter_context(run_folder(out, checkpoint))
                 token = folder / f"{os.urandom(8).hex()}.part"  # a new name, which no NFS has cached
                 exits.callback(data.remove, token)
-                with data.writing(f"--out {folder}", "folder"):
-                    token.mkdir()
+                data.make_folder(token)
             found = folder, token, checkpoint, revisions_of(checkpoint)
     folder, token, checkpoint, revisions = ranks.gather(found)[0]
     with ranks.agree():
