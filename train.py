@@ -317,8 +317,7 @@ class Ranks:
         except ValueError as caught:  # perhaps on one machine alone
             self.device = torch.device("cpu")
             error = error or str(caught)
-        on_gpu = self.device.type == "cuda"
-        self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "CPU"
+        self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
         # Joins the process group of torchrun's variables, or makes one of this process alone, for FSDP2.
         store = dist.HashStore()  # belongs to this process alone: no port has to be free
@@ -345,7 +344,6 @@ class Ranks:
                     backend, store=store, rank=self.rank, world_size=self.world, timeout=self.step_limit)
                 if self.world > 1:
                     self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
-        self.is_one_machine = self.world <= self.n_local
         self.names = self.gather(name_of_rank())
         with self.agree():
             if error:
@@ -386,7 +384,7 @@ class Ranks:
         if message is None:
             return
         rank = errors.index(message)
-        if len({*errors}) > 1 and (rank or not self.is_one_machine):
+        if len({*errors}) > 1 and (rank or self.world > self.n_local):
             message = f"{self.names[rank]}: {message}"
         if not end_run:
             raise OSError(message)  # on all ranks
@@ -703,7 +701,7 @@ def open_model(args, ranks, revisions=None):
 
 
 # These flags are compared by what they stand for: copies of a model or of data may lie anywhere.
-BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume"}
+BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template", "resume"}
 
 
 def what_is_trained(args, opened, resumed, ranks):
@@ -713,7 +711,6 @@ def what_is_trained(args, opened, resumed, ranks):
     miss a change of one small tensor, and nothing that training does."""
     about = {f"--{name}" if name in args else name: value
              for name, value in settings_of(args, ranks.world).items() if name not in BY_CONTENT}
-    about["--out"] = args.out and os.path.realpath(args.out)
     about["--resume"] = "given" if args.resume else "not given"
     about |= {f"config.json's {key}": value for key, value in dataclasses.asdict(opened.config).items()}
     tokenizer = opened.tokenizer
@@ -2421,8 +2418,6 @@ def load_best_(tensors, state, saver, resumed, ranks):
 
 
 def say_done(lora, merge, random_init, out, state, result_step, ranks):
-    if ranks.rank:
-        return
     best = state["best_eval"]
     if best and best["step"] != result_step and best["step"] in checkpoints(out):
         checkpoint = checkpoints(out)[best["step"]]
