@@ -2610,10 +2610,9 @@ def take_folder(out, resume, inspect, ranks, exits):
             found = folder, token, checkpoint, revisions_of(checkpoint)
     folder, token, checkpoint, revisions = ranks.gather(found)[0]
     with ranks.agree():
-        for flag, path in (("--out", token), ("--resume", checkpoint and checkpoint / STATE)):
-            if path and not appears(path):
-                raise ValueError(f"{flag} {path.parent}: {ranks.names[0]} has {path.name} there, and it is "
-                                 "not to be seen here: all ranks have to share the disk of this folder")
+        if token and not appears(token):  # compare_ranks() looks for the checkpoint
+            raise ValueError(f"--out {folder}: {ranks.names[0]} has {token.name} there, and it is not to be "
+                             "seen here: all ranks have to share the disk of this folder")
     if token and ranks.rank == 0:
         data.remove(token)
     return folder, checkpoint, revisions
