@@ -3751,10 +3751,10 @@ def card_of(args, files):
 
 
 def export(args, model, reader, files, tokenizer, out, ranks):
-    """Writes final/. Collective."""
+    """Writes final/. Collective. If that fails, all ranks raise the same OSError and may try again."""
     unfinished = out / "final.part"
     is_first = ranks.rank == 0
-    with ranks.agree():  # before the first collective
+    with ranks.agree(end_run=False):  # before the first collective
         if is_first:
             begin_result(unfinished, tokenizer)
     tensors = full_tensors(model, args.lora)
@@ -3762,7 +3762,7 @@ def export(args, model, reader, files, tokenizer, out, ranks):
         # embedding and head in the dtype of the base, as in a whole model
         adapter_tensors = {name: tensor if ".lora_" in name else tensor.to(reader.tensors[name].dtype)
                            for name, tensor in tensors if is_first}
-    with ranks.agree():
+    with ranks.agree(end_run=False):
         if not args.lora:
             layout = layout_of_result(reader, model.config)
             trained = ((name, tensor.to(layout[name].dtype)) for name, tensor in tensors)

@@ -267,7 +267,8 @@ def main(argv, progress, exits):
         result_step = load_best_(tensors, state, saver, resumed, ranks)
     # the last update may have made a weight inf, and no forward has seen it since
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad}, result_step, ranks)
-    data.export(args, model, opened.reader, opened.files, tokenizer, out, ranks)
+    export = functools.partial(data.export, args, model, opened.reader, opened.files, tokenizer, out, ranks)
+    write_result(export, end_if_signalled, saver, state["step"], ranks, args.timeout)
     evaluate_if_due()
     end_if_signalled()  # for a signal that came during the export
     stop.can_save = False  # all is written: from here on a signal ends the process at once
@@ -2399,6 +2400,27 @@ def end_if_stopped(save, saver, state, stop, ranks):
         raise SystemExit(1)
     # torchrun relays its own signal, and would take another exit code as a reason to start the run again
     raise SystemExit(0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + number)
+
+
+RETRY_S = 60  # between two tries to write a result that is nowhere else
+
+
+def write_result(export, end_if_signalled, saver, steps, ranks, timeout):
+    """Calls export(), which raises the same OSError on all ranks if final/ cannot be written."""
+    # If the last step is in no checkpoint, only this process has its weights: it waits for free space.
+    for n_left in range(math.ceil(timeout / RETRY_S), -1, -1):
+        try:
+            return export()
+        except OSError as error:
+            data.remove(saver.out / "final.part")  # what could be written of it would keep the disk full
+            if saver.safe_step == steps or n_left == 0:
+                ranks.leave()
+                raise SystemExit(str(error)) from error
+            ranks.say(f"final/ was NOT written: {error}. Only this process has the weights of step {steps}. "
+                      f"The run tries again every {RETRY_S} s, {n_left} times, or until a signal")
+        for _ in range(RETRY_S):
+            time.sleep(1)
+            end_if_signalled()
 
 
 def load_best_(tensors, state, saver, resumed, ranks):

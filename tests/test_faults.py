@@ -357,6 +357,73 @@ def test_a_result_that_cannot_be_written_is_named_and_loses_no_checkpoint(job, u
     assert not (out / "final").exists()
 
 
+def on_disk_that_gets_room(argv, at_try, *names):
+    """on_full_disk() until the export is tried for the at_try-th time."""
+    train.RETRY_S = 1
+    original_open = open
+    export = data.export
+    tries = itertools.count(1)
+
+    def export_later(*args):
+        n = next(tries)
+        if n == at_try:
+            builtins.open = io.open = original_open
+        return export(*args)
+
+    data.export = export_later
+    return on_full_disk(argv, *names)
+
+
+def test_the_last_copy_of_the_weights_waits_for_room_on_the_disk(job, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    argv = [*job, "--save_every", 3, "--timeout", 30]
+    ended = start(on_disk_that_gets_room, argv, out, 3, "checkpoint-", "final.part/model")
+    assert ended.codes == [0] * WORLD, ended.said
+    said = ended.said
+    assert "checkpoint-3 was NOT written" in said
+    assert re.search(r"checkpoint-6 was NOT written: .* steps that are not saved yet: 6\n", said)
+    # 30 s are 30 tries, of which two have failed
+    tries = re.findall(r"^final/ was NOT written: .*No space left.*weights of step 6: .* (\d+) times", said, re.M)
+    assert tries == ["30", "29"]
+    assert_same_weights(out / "final", undisturbed / "final")
+    assert not list(out.glob("*.part"))
+
+
+def test_the_last_copy_of_the_weights_is_given_up_after_the_time_of_a_step(job, tmp_path):
+    argv = [*job, "--save_every", 0, "--steps", 2, "--timeout", 2]
+    ended = start(on_disk_that_gets_room, argv, tmp_path / "run", 9, "final.part/model")
+    assert ended.codes == [1] * WORLD
+    assert ended.said.count("final/ was NOT written") == 2
+    assert "No space left" in the_error(ended.said)
+
+
+def signalled_while_it_waits_for_room(argv):
+    """The disk has no room for the result, and none for a checkpoint before rank 1 gets a signal."""
+    original_open = open
+    write_result = train.write_result
+
+    def write_result_with_signal(export, end_if_signalled, *others):
+        def end_after_signal():
+            builtins.open = io.open = original_open
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            end_if_signalled()
+
+        return write_result(export, end_after_signal, *others)
+
+    train.write_result = write_result_with_signal
+    return on_full_disk(argv, "checkpoint-", "final.part/model")
+
+
+def test_a_signal_to_a_run_that_waits_for_room_saves_and_ends_it(job, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    ended = start(signalled_while_it_waits_for_room, [*job, "--save_every", 6], out)
+    assert ended.codes == [128 + signal.SIGTERM] * WORLD, ended.said
+    assert f"stopped by SIGTERM after step {STEPS} of {STEPS}, saved: " in ended.said
+    assert_same_weights(out / f"checkpoint-{STEPS}", undisturbed / f"checkpoint-{STEPS}")
+    assert not (out / "final").exists()
+
+
 def test_a_disk_that_is_full_at_the_start_is_named(job, tmp_path):
     ended = start(on_full_disk, job, tmp_path / "run", "args.json")
     assert ended.codes == [1] * WORLD
