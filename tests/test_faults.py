@@ -383,7 +383,7 @@ def test_the_last_copy_of_the_weights_waits_for_room_on_the_disk(job, undisturbe
     assert "checkpoint-3 was NOT written" in said
     assert re.search(r"checkpoint-6 was NOT written: .* steps that are not saved yet: 6\n", said)
     # 30 s are 30 tries, of which two have failed
-    tries = re.findall(r"^final/ was NOT written: .*No space left.*weights of step 6: .* (\d+) times", said, re.M)
+    tries = re.findall(r"^final/ was NOT written: .*No space left.*weights of step 6\. .* (\d+) times", said, re.M)
     assert tries == ["30", "29"]
     assert_same_weights(out / "final", undisturbed / "final")
     assert not list(out.glob("*.part"))
