@@ -702,7 +702,7 @@ def open_model(args, ranks, revisions=None):
 
 
 # These flags are compared by what they stand for: copies of a model or of data may lie anywhere.
-BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template", "resume"}
+BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume"}
 
 
 def what_is_trained(args, opened, resumed, ranks):
@@ -712,6 +712,7 @@ def what_is_trained(args, opened, resumed, ranks):
     miss a change of one small tensor, and nothing that training does."""
     about = {f"--{name}" if name in args else name: value
              for name, value in settings_of(args, ranks.world).items() if name not in BY_CONTENT}
+    about["--out"] = args.out and os.path.realpath(args.out)
     about["--resume"] = "given" if args.resume else "not given"
     about |= {f"config.json's {key}": value for key, value in dataclasses.asdict(opened.config).items()}
     tokenizer = opened.tokenizer
@@ -1965,29 +1966,38 @@ def tracer(profile, snapshot, out, ranks):
 
 # ---------------- what a start prints
 
-def limits_of_groups(file):
-    """Yields the numbers in a file of each control group (cgroup v2) that this process is in. Those above its
-    own count, too, and a container sees its own as the root."""
-    groups = {"/"}
-    with contextlib.suppress(OSError):  # no Linux
-        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
-        groups |= {group, *map(str, Path(group).parents)}
-    for group in groups:
-        with contextlib.suppress(OSError, ValueError):  # the file is not there, or it has "max"
-            yield [int(word) for word in Path(f"/sys/fs/cgroup/{group}/{file}").read_text().split()]
+def cgroup_limits(controller, file, *older_files):
+    """Yields the numbers of a limit, for each control group that this process is in. file: as version 2 of
+    cgroups calls it; older_files: what version 1 has in its place."""
+    groups = {"/"}  # where a container sees its own, whatever path it has on the machine
+    trees = {"": [file], controller: older_files}  # {folder of a hierarchy: files of each group in it}
+    with contextlib.suppress(OSError, ValueError):  # no Linux
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers or controller in controllers.split(","):
+                trees.setdefault(controllers, older_files)  # cpu,cpuacct for example
+                groups |= {group, *map(str, Path(group).parents)}  # the limits of those above count, too
+    for group, (tree, names) in itertools.product(groups, trees.items()):
+        folder = Path(f"/sys/fs/cgroup/{tree}/{group}")
+        with contextlib.suppress(OSError, ValueError):  # the file is not there, or it says "max"
+            yield [int(word) for name in names for word in (folder / name).read_text().split()]
 
 
 def allowed_cores():
     """How many CPU cores this process may use: by its affinity, and by the quota of a container or a job."""
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [math.ceil(quota_us / period_us) for quota_us, period_us in limits_of_groups("cpu.max")]
-    return min([n_cores, *quotas])
+    for quota_us, period_us in cgroup_limits("cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        if quota_us > 0:  # version 1 has -1 where there is none
+            n_cores = min(n_cores, math.ceil(quota_us / period_us))
+    return n_cores
 
 
 def allowed_memory():
     """Bytes of host memory that this process may use: the machine's, or the limit of a container or a job."""
     n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([n_bytes, *(limit for (limit,) in limits_of_groups("memory.max"))])
+    for (limit,) in cgroup_limits("memory", "memory.max", "memory.limit_in_bytes"):
+        n_bytes = min(n_bytes, limit)
+    return n_bytes
 
 
 def say_missing_gpu(warned):
@@ -2635,6 +2645,9 @@ def take_folder(out, resume, inspect, ranks, exits):
         if token and not appears(token):  # compare_ranks() looks for the checkpoint
             raise ValueError(f"--out {folder}: {ranks.names[0]} has {token.name} there, and it is not to be "
                              "seen here: all ranks have to share the disk of this folder")
+        if token:
+            with data.writing(f"--out {folder}", "file"):
+                (token / f"rank-{ranks.rank}").touch()
     if token and ranks.rank == 0:
         data.remove(token)
     return folder, checkpoint, revisions
@@ -2691,6 +2704,10 @@ def check_folder(folder, checkpoint):
     if not is_run(folder):
         raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them "
                          "(older versions' has no mark): give a new or an empty folder, also beside --resume")
+    for name in names:
+        # whoever opens a pipe waits for its other end, for ever
+        if not (name.endswith(".part") or (folder / name).is_dir()):
+            data.check_is_file(folder / name)
     newest = newest_checkpoint(folder)
     if newest and checkpoint and newest.samefile(checkpoint):
         return
@@ -2768,6 +2785,9 @@ def read_state(folder, settings, ranks):
         if not path.is_file() or [path.stat().st_size, data.crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
     compare_settings(f"--resume {folder}", state["settings"], settings, ranks)
+    best = state["best_eval"]
+    if best and not math.isfinite(best["eval_loss"]):  # older versions took nan for the best
+        state["best_eval"] = None
     return state
 
 

@@ -290,6 +290,8 @@ def test_ranks_share_the_cores_unless_the_user_has_set_threads(monkeypatch, vari
     # none, and none that limits
     ({}, 8, 64),
     ({"cpu.max": "max 100000", "memory.max": "max"}, 8, 64),
+    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
+      "memory/memory.limit_in_bytes": "9223372036854771712"}, 8, 64),
     # a container's own, rounded up, and at least one core
     ({"cpu.max": "150000 100000", "memory.max": str(2**33)}, 2, 8),
     ({"cpu.max": "20000 100000"}, 1, 64),
@@ -297,6 +299,13 @@ def test_ranks_share_the_cores_unless_the_user_has_set_threads(monkeypatch, vari
     # a group's own, and those of the groups above it
     ({"/proc/self/cgroup": "0::/jobs/7/step", "jobs/7/step/cpu.max": "max 100000", "jobs/7/cpu.max": "300000 100000",
       "jobs/cpu.max": "500000 100000", "jobs/memory.max": str(2**32), "other/memory.max": "1"}, 3, 4),
+    # version 1, where each controller has a tree of its own, and two may share one
+    ({"/proc/self/cgroup": "4:memory:/job\n2:cpu,cpuacct:/job/step\n1:name=systemd:/\n0::/",
+      "cpu,cpuacct/job/step/cpu.cfs_quota_us": "200000", "cpu,cpuacct/job/step/cpu.cfs_period_us": "50000",
+      "memory/job/memory.limit_in_bytes": str(2**34)}, 4, 16),
+    # a container under version 1: its path is the machine's, and its own group is the root that it sees
+    ({"/proc/self/cgroup": "4:memory:/docker/ab\n2:cpu:/docker/ab", "cpu/cpu.cfs_quota_us": "100000",
+      "cpu/cpu.cfs_period_us": "100000", "memory/memory.limit_in_bytes": str(2**31)}, 1, 2),
 ], ids=str)
 def test_cores_and_memory_are_those_that_the_container_allows(monkeypatch, files, n_cores, gib):
     def read_text(path):
@@ -949,6 +958,10 @@ def test_an_evaluation_that_is_not_finite_is_said_once_and_never_the_best(log, t
     data.write_json(folder / train.STATE, data.with_checksum(state))
     assert strict_json((folder / train.STATE).read_text())["best_eval"]["eval_reward_margin"] is None
     assert train.read_state(folder, {}, ranks)["best_eval"]["step"] == 7
+    # older versions wrote nan, which is the best no longer
+    state["best_eval"] = {"step": 4, "eval_loss": math.nan}
+    (folder / train.STATE).write_text(json.dumps(data.with_checksum(state)))
+    assert train.read_state(folder, {}, ranks)["best_eval"] is None
 
 
 def test_tensorboard_gets_the_numbers_of_metrics(log, tmp_path):
