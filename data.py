@@ -593,7 +593,7 @@ class Tokenizer:
     reserved           regex of what messages must not contain: the markers, but not other special tokens
     template_reads     the variables that templates look up; template_words: all names in them
     tags, thought      what is around a thought, and the part of one that prompts end in, "" if there is none
-    thought_forms      those of THOUGHT_FORMS that the template reads
+    thought_form       the first of THOUGHT_FORMS that the template reads, or None
     variables          what templates see beside the messages; example_variables: see for_example()
     changed            {file: its dict}: save() writes them in place of the folder's own
     made_of            all that tokens and masks depend on: it names their folder in the cache"""
@@ -772,7 +772,7 @@ class Tokenizer:
         return ""
 
     def try_thoughts(self):
-        """Finds the tags around a thought, and which of THOUGHT_FORMS the template reads."""
+        """Finds the tags around a thought, and the first of THOUGHT_FORMS that the template reads."""
         thought = f"{MARK}thought"
         said = f"{MARK}said"
         self.tags = THINK
@@ -786,15 +786,16 @@ class Tokenizer:
         # the prompt may have its first tag
         self.empty_in_answer = re.compile(rf"({opening})?\s*{closing}\n*")
         self.end_of_prompt = re.compile(rf"({opening}\n?)\s*({closing}\s*)?\Z")
-        self.thought_forms = []
+        self.thought_form = None
         if re.search(f"{thought}.*{said}", text, re.DOTALL):
-            self.thought_forms.append("field")
-        if any(tag in "".join(self.template_texts.values()) for tag in self.tags):  # it knows thoughts
+            self.thought_form = "field"
+        elif any(tag in "".join(self.template_texts.values()) for tag in self.tags):  # it knows thoughts
             in_tags = re.compile(rf"{opening}\s*{thought}\s*{closing}.*{said}", re.DOTALL)
             for form in "tags", "end":
                 text = self.try_answer(self.state_thought(form, thought, said))
                 if in_tags.search(text) and text.count(self.tags[0]) == text.count(self.tags[1]) == 1:
-                    self.thought_forms.append(form)
+                    self.thought_form = form
+                    break
 
     def state_thought(self, form, thought, said):
         """The keys of an answer with a thought, in one of THOUGHT_FORMS."""
@@ -805,28 +806,20 @@ class Tokenizer:
         return {"content": f"{beginning}{thought}\n{closing}\n\n{said}"}
 
     def move_thought(self, message):
-        """An answer with its thought in the form that the template reads, if it reads one."""
-        if message["role"] != "assistant":
+        """An answer with its thought where the template reads one, if it reads one."""
+        if message["role"] != "assistant" or not self.thought_form:
             return message
         said = message.get("content") or ""
         thought = message.get("reasoning_content") or ""
-        form = "field"
         if not thought.strip():
-            opening, closing = tags = self.tags if self.tags[1] in said else THINK
+            opening, closing = self.tags if self.tags[1] in said else THINK
             before, is_there, said = said.partition(closing)
             thought = before.lstrip().removeprefix(opening).strip("\n")
+            said = said.lstrip("\n")
             if not is_there or opening in thought:  # no thought, or words before it
                 return message
-            form = "end" if opening not in before else "tags"
-            if tags != self.tags:
-                form = "tags of another model"
-        wanted = next((one for one in (form, *THOUGHT_FORMS) if one in self.thought_forms), form)
-        if wanted == "field" == form:
-            return dict.fromkeys(THOUGHTS, thought) | message
-        if wanted == form:
-            return message
         others = {key: value for key, value in message.items() if key not in THOUGHTS}
-        return others | self.state_thought(wanted, thought, said.lstrip("\n"))
+        return others | self.state_thought(self.thought_form, thought, said)
 
     def thought_of_prompt(self, messages=(SHORT_QUESTION,), tools=None):
         """How the prompt for an answer ends: with <think>, with an empty thought (the model is not to think),
@@ -914,9 +907,13 @@ class Tokenizer:
         if self.train_on == "all":
             documents = [Text(text, None, turns=turns)]
         elif spans:
+            thought = ""
             if turns and any(self.empty_in_answer.match(text, *span) for span in spans):
                 thought = self.thought_of_prompt(accepted[: turns[-1]], tools)
-                spans = [self.without_thought(thought, text, *span) for span in spans]
+            for i, (start, stop) in enumerate(spans):
+                empty = self.empty_in_answer.match(text, start, stop)
+                if empty and thought.endswith(empty[0]):  # the prompt has it: the model never says it
+                    spans[i] = empty.end(), stop
             if trained != turns:  # else a template may also have two blocks in a turn, or none in some
                 if len(spans) != len(turns):
                     raise ValueError(f"{len(spans)} generation blocks, {len(turns)} turns, some of weight 0")
@@ -937,13 +934,6 @@ class Tokenizer:
             documents = [behind_prefill(document, end) if trained[0] in document.turns else document
                          for document in documents]
         return self.without_empty_answers(documents, report)
-
-    def without_thought(self, thought, text, start, stop):
-        """The span of an answer without an empty thought that the prompt ends in: the model never says it."""
-        found = self.empty_in_answer.match(text, start, stop)
-        if found and thought.endswith(found[0]):
-            start = found.end()
-        return start, stop
 
     def without_empty_answers(self, documents, report):
         """Leaves out spans that would train nothing but the end of a turn, and counts what would teach a
@@ -977,7 +967,7 @@ class Tokenizer:
                 if answer.count(closing) > 1:
                     report.note(f"answers have {closing} more than once: the model learns to think in its "
                                 "answer")
-                if self.thought_forms and (tag := OTHER_TAG.match(said)):
+                if self.thought_form and (tag := OTHER_TAG.match(said)):
                     report.note(f"answers begin with {tag[1]}, which is text: the template's thoughts are in "
                                 f"{opening}")
         has_answers = any(document.turns for document in documents)
@@ -1134,18 +1124,18 @@ class Tokenizer:
 
 def join_prefill(messages):
     """Joins an answer that the prompt begins and the completion ends -> (messages, its end, or None)."""
-    is_answer = [one["role"] == "assistant" for one in messages]
-    last = next((i for i in range(len(messages)) if is_answer[i] and is_trained(messages[i])), 0)
+    last = next((i for i, message in enumerate(messages)
+                 if is_answer(message) and is_trained(message)), 0)
     first = last
-    while first and is_answer[first - 1] and "tool_calls" not in messages[first - 1]:
+    while first and messages[first - 1]["role"] == "assistant" and "tool_calls" not in messages[first - 1]:
         first -= 1
     if first == last:
         return messages, None
-    contents = [one.get("content") or "" for one in messages[first : last + 1]]
+    contents = [message.get("content") or "" for message in messages[first : last + 1]]
     joined = {}
-    for message in messages[first:last]:
+    for message in messages[first : last + 1]:
         joined |= {key: value for key, value in message.items() if key not in TRAINED_KEYS}
-    joined |= messages[last] | {"content": "".join(contents)}
+    joined["content"] = "".join(contents)
     return [*messages[:first], joined, *messages[last + 1 :]], contents[-1]
 
 
