@@ -2250,9 +2250,10 @@ def documents_of(line, encoded, tokenizer, report):
         if text.is_chat:
             # the last trained token of a turn should be a marker, or a newline after one
             ends = np.flatnonzero(mask & ~np.append(mask[1:], False))  # trained, and the next token is not
+            before = np.maximum(ends - 1, 0)  # the first token has none before it
             is_marker = tokenizer.is_marker[ids]
             report.note("assistant turns end without a special token: the model cannot learn to stop",
-                        (~(is_marker[ends] | is_marker[ends - 1])).sum())
+                        (~(is_marker[ends] | is_marker[before])).sum())
     return documents
 
 
@@ -2800,7 +2801,9 @@ def print_data(args, loader, eval_loader, tokenizer):
         if len(both):
             say(f"note: {len(both):,} examples of --eval_data are trained on, too, word for word")
     if any(file.report.n_chats for file in files):
-        source = re.sub(r"\(.+(.{28}\))", r"(...\1", tokenizer.source)  # the end of a long path says more
+        source = re.sub(r"^chat template \((.*)\)", r"\1", tokenizer.source)
+        source = source.replace(f"{Path.cwd()}/", "")
+        source = re.sub(r"(\S{30})\S+(\S{28})", r"\1...\2", source)  # a long path
         say(textwrap.fill(f"chat template: {source}", 80, subsequent_indent="  "))
     if unused := unused_tokens(tokenizer, loader.documents.files):
         say(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")

@@ -1120,9 +1120,9 @@ def start_up_text(folder, tokenizer, row, capsys):
 
 
 @pytest.mark.parametrize("where, pattern", [
-    ("file", r"chat template \(.*/chat_template\.jinja\)"),
-    ("tokenizer_config.json", r"chat template \(tokenizer_config\.json\)"),
-    ("flag", r"chat template \(.*mine\.jinja\)"),
+    ("file", r"/\S+\.\.\.\S+/chat_template\.jinja"),
+    ("tokenizer_config.json", r"tokenizer_config\.json"),
+    ("flag", r"/\S+\.\.\.\S+/mine\.jinja"),
     ("nowhere", r"ChatML \(the model has no template\)"),
 ], ids=["file", "tokenizer_config.json", "flag", "nowhere"])
 def test_a_run_on_conversations_says_where_the_template_is_from(tmp_path, capsys, where, pattern):
@@ -1140,6 +1140,22 @@ def test_a_run_on_conversations_says_where_the_template_is_from(tmp_path, capsys
     (line,) = [line for line in text.splitlines() if "chat template" in line]
     assert re.fullmatch(f"chat template: {pattern}", line)
     assert len(line) <= 80  # long names of folders are cut
+
+
+def test_a_template_below_the_working_folder_is_named_from_there(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(HERE.parent)
+    text = start_up_text(tmp_path, data.Tokenizer(data.TINY), chat(QUESTION, ANSWER), capsys)
+    assert "chat template: tests/tiny/chat_template.jinja of the built-in model; your own" in text
+
+
+def test_a_first_token_that_is_trained_on_has_no_marker_before_it(tmp_path):
+    tokenizer = data.Tokenizer(model_folder(tmp_path))
+    text = data.Text(f"4 is{END}", [(0, 1)], is_chat=True)
+    ids, mask = next(tokenizer.encode([text]))
+    report = data.FileReport()
+    assert data.documents_of(1, [(text, ids, mask)], tokenizer, report)
+    assert mask.tolist() == [True, *[False] * (len(ids) - 1)]
+    assert report.notes == {"assistant turns end without a special token: the model cannot learn to stop": 1}
 
 
 def test_keys_that_are_not_read_are_listed(tmp_path, agent, capsys):
