@@ -320,8 +320,6 @@ THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thou
 OTHER_TAG = re.compile(r"\s*([<\[]\|?(?:think\w*|thoughts?|reason\w*)\|?[>\]])", re.IGNORECASE)
 SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
 THINK = "<think>", "</think>"
-# how a row may state a thought: in a field, in the content between tags, or (R1's) up to the second tag
-THOUGHT_FORMS = "field", "tags", "end"
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 # What a result gets from its model's folder: other files may be private, or about other weights.
 COPIED_FILES = (
@@ -449,14 +447,10 @@ def read_tokenizer(folder):
     path = folder / "tokenizer.json"
     config_path = folder / "tokenizer_config.json"
     if not path.exists():
-        older = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).exists()]
-        if not older:
-            raise ValueError(f"{path}: no such file: copy tokenizer*.json and chat_template.jinja of the "
-                             "model that this one was made of to the folder")
-        code = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
         raise ValueError(
-            f"{path}: no such file; to make it of {older[0]}: pip install transformers "
-            f'sentencepiece protobuf && python -c "from transformers import AutoTokenizer; {code}"')
+            f"{path}: no such file: copy tokenizer*.json and chat_template.jinja of the model that this one "
+            "was made of to the folder, or make it of tokenizer.model or vocab.json with transformers: "
+            f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')")
     check_is_file(path)
     config, old, added = (read_json(file, optional=True) for file in (
         config_path, folder / "special_tokens_map.json", folder / "added_tokens.json"))
@@ -570,19 +564,6 @@ def add_new_tokens_(core, tokens):
     return range(first, first + len(tokens))
 
 
-def code_of(folder):
-    """The modules that auto_map names, and those that they import from. Nothing here runs them."""
-    configs = [read_json(folder / name, optional=True) for name in ("config.json", "tokenizer_config.json")]
-    modules = re.findall(r'"(\w+)[.]\w+"', json.dumps([config.get("auto_map") for config in configs]))
-    found = {}
-    for module in modules:  # the loop also visits the modules that it appends
-        path = folder / f"{module}.py"
-        if path not in found and path.is_file():
-            found[path] = path.read_text("utf-8", "replace")
-            modules += re.findall(r"^\s*from [.](\w+) import", found[path], re.MULTILINE)
-    return sorted(found)
-
-
 class Tokenizer:
     """The tokens and the chat template of a model folder. Main thread only: a signal stops slow templates.
 
@@ -593,7 +574,7 @@ class Tokenizer:
     reserved           regex of what messages must not contain: the markers, but not other special tokens
     template_reads     the variables that templates look up; template_words: all names in them
     tags, thought      what is around a thought, and the part of one that prompts end in, "" if there is none
-    thought_form       the first of THOUGHT_FORMS that the template reads, or None
+    thought_form       how an answer states a thought that the template reads, or None: see state_thought()
     variables          what templates see beside the messages; example_variables: see for_example()
     changed            {file: its dict}: save() writes them in place of the folder's own
     made_of            all that tokens and masks depend on: it names their folder in the cache"""
@@ -605,10 +586,7 @@ class Tokenizer:
         self.path = self.folder / "tokenizer.json"
         core, config, self.variables, special = read_tokenizer(self.folder)
         self.example_variables = {}
-        self.code = code_of(self.folder)
-        outdated = ["chat_template"]  # it stands in a file of its own
-        if not self.code:
-            outdated.append("auto_map")
+        outdated = ["chat_template", "auto_map"]  # a result has the one in its own file, and no code
         self.changed = {}
         with errors_of(self.path):
             self.new_ids = add_new_tokens_(core, new_tokens or ())
@@ -772,7 +750,7 @@ class Tokenizer:
         return ""
 
     def try_thoughts(self):
-        """Finds the tags around a thought, and the first of THOUGHT_FORMS that the template reads."""
+        """Finds the tags around a thought, and the first form of a thought that the template reads."""
         thought = f"{MARK}thought"
         said = f"{MARK}said"
         self.tags = THINK
@@ -798,7 +776,8 @@ class Tokenizer:
                     break
 
     def state_thought(self, form, thought, said):
-        """The keys of an answer with a thought, in one of THOUGHT_FORMS."""
+        """The keys of an answer with a thought in a "field", or in the content between "tags", or (R1's) in the
+        content up to the "end" of a thought."""
         if form == "field":
             return {"content": said} | dict.fromkeys(THOUGHTS, thought)
         opening, closing = self.tags
@@ -992,7 +971,6 @@ class Tokenizer:
                 what = f"the {message['role']} message {quoted(content[:200])}"
                 raise ValueError(f"{self.source}: leaves out {what} where an answer follows")
         for document in documents:
-            left_out = [what for what, answer in lost if answer in document.turns]
             for i in document.turns:
                 opening, closing = self.tags
                 thought, _, content = (messages[i].get("content") or "").rpartition(closing)
@@ -1001,9 +979,9 @@ class Tokenizer:
                     "thought in content": thought.replace(opening, ""),
                     "thought": messages[i].get("reasoning_content", ""),
                 }
-                left_out += [what for what, part in said.items() if not is_in(part, document.text)]
-            for what in left_out:
-                report.note(f"answers lose their {what}: the chat template leaves it out")
+                left_out = [what for what, part in said.items() if not is_in(part, document.text)]
+                for what in [*left_out, *[what for what, answer in lost if answer == i]]:
+                    report.note(f"answers lose their {what}: the chat template leaves it out")
 
     def delimit_by_prefix(self, messages, tools, text, turns):
         """Finds the spans of turns -> [Text]. text: the whole conversation, the first document. Qwen3 drops
@@ -1053,21 +1031,17 @@ class Tokenizer:
         with contextlib.suppress(ValueError):  # a template may insist on a question before an answer
             prompt, _ = self.render(messages[:i], tools, generation_prompt=True)
             text, _ = self.render(messages[: i + 1], tools)
-            start = self.answer_start(prompt, text)
-            if start is not None:
-                stop = len(text)
-                if text.rstrip().endswith(self.markers):
-                    stop = len(text.rstrip())  # generation stops before the newline after the turn
-                return Text(text, [(start, stop)], turns=[i])
+            stop = len(text)
+            if text.rstrip().endswith(self.markers):
+                stop = len(text.rstrip())  # generation stops before the newline after the turn
+            starts = [len(prompt)]
+            if thought := self.end_of_prompt.search(prompt):
+                # small Qwen3.5 models drop the empty thought of the prompt, DeepSeek's distilled ones any
+                starts += [thought.end(1), thought.start()]
+            for start in starts:
+                if text.startswith(prompt[:start]):
+                    return Text(text, [(start, stop)], turns=[i])
         return None
-
-    def answer_start(self, prompt, text):
-        """Where the answer begins in a text that begins with a prompt. None: it has another beginning."""
-        starts = [len(prompt)]
-        if thought := self.end_of_prompt.search(prompt):
-            # small Qwen3.5 models drop the empty thought of the prompt, DeepSeek's distilled ones any thought
-            starts += [thought.end(1), thought.start()]
-        return next((start for start in starts if text.startswith(prompt[:start])), None)
 
     def encode(self, texts):
         """[Text] -> yields (ids [n] int32, supervised [n] bool). Adds BOS and EOS to plain texts without."""
@@ -1092,7 +1066,7 @@ class Tokenizer:
     def save(self, out):
         """Copies the folder's files, and writes the chat template that training has used."""
         with writing(out, "tokenizer"):
-            for name in [*COPIED_FILES, *[path.name for path in self.code]]:
+            for name in COPIED_FILES:
                 if name in self.changed:
                     write_json(out / name, self.changed[name])
                 elif (self.folder / name).is_file():
@@ -3657,8 +3631,8 @@ def save_model(tensors, layout, out, raw_config, write):
     try:
         if write:
             write_safetensors(out / "model.safetensors", layout, tensors)
-            if not any(out.glob("*.py")):  # auto_map would name code that the result does not have
-                raw_config = {key: value for key, value in raw_config.items() if key != "auto_map"}
+            # auto_map would name code that the result does not have
+            raw_config = {key: value for key, value in raw_config.items() if key != "auto_map"}
             write_json(out / "config.json", with_both_spellings(raw_config))
     finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
         for _ in tensors:

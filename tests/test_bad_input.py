@@ -626,7 +626,7 @@ MODELS = {
         says=["model/tokenizer.json: no such file: copy tokenizer*.json and chat_template.jinja of the model"]),
     "an older tokenizer": Case(
         spoil=[write("model/vocab.json", "{}"), write("model/merges.txt", "")],
-        says=["model/tokenizer.json: no such file; to make it of vocab.json", "AutoTokenizer"]),
+        says=["model/tokenizer.json: no such file", "or make it of tokenizer.model or vocab.json", "AutoTokenizer"]),
     "tokenizer.model alone": Case(
         spoil=[write("model/tokenizer.model", "")],
         says=["model/tokenizer.json: no such file", "AutoTokenizer", ".save_pretrained('model')"]),
