@@ -478,10 +478,10 @@ def read_tokenizer(folder):
         entries = [tokenizers.AddedToken(**entries[number]) for number in sorted(entries, key=int)]
     with errors_of(path):
         core = tokenizers.Tokenizer.from_file(str(path))
-        special = [token for token in special if not is_ordinary(core, token)]
         core.add_tokens(entries)
         known = {token.content for token in core.get_added_tokens_decoder().values()}
-        core.add_special_tokens([token for token in special if token not in known])
+        core.add_special_tokens([token for token in special
+                                 if token not in known and not is_ordinary(core, token)])
     return core, config, named, special
 
 
@@ -800,11 +800,10 @@ class Tokenizer:
         others = {key: value for key, value in message.items() if key not in THOUGHTS}
         return others | self.state_thought(self.thought_form, thought, said)
 
-    def thought_of_prompt(self, messages=(SHORT_QUESTION,), tools=None):
-        """How the prompt for an answer ends: with <think>, with an empty thought (the model is not to think),
-        or with neither: ""."""
+    def thought_of_prompt(self):
+        """How prompts end: with <think>, with an empty thought (the model is not to think), or neither: ""."""
         with contextlib.suppress(ValueError):  # a template may insist on a question before an answer
-            prompt, _ = self.render(list(messages), tools, generation_prompt=True)
+            prompt, _ = self.render([SHORT_QUESTION], generation_prompt=True)
             if thought := self.end_of_prompt.search(prompt):
                 return thought[0]
         return ""
@@ -835,6 +834,7 @@ class Tokenizer:
                 rendered += output
                 if len(rendered) > MAX_RENDERED:
                     raise ValueError(f"wrote more than {MAX_RENDERED} characters")
+            rendered = rendered.replace(CLOSE + OPEN, "")  # an answer and its end may have two blocks
             text, *blocks = rendered.split(OPEN)  # each block is an answer, CLOSE, and what follows it
             if CLOSE in text or any(block.count(CLOSE) != 1 for block in blocks):
                 raise ValueError("{% generation %} blocks are nested or not closed, or a message contains "
@@ -842,10 +842,7 @@ class Tokenizer:
         spans = []
         for block in blocks:
             answer, _, rest = block.partition(CLOSE)
-            start = len(text)
-            if spans and spans[-1][1] == start:  # an answer and its end have two blocks
-                start, _ = spans.pop()
-            spans.append((start, len(text) + len(answer)))
+            spans.append((len(text), len(text) + len(answer)))
             text += answer + rest
         return text, spans
 
@@ -886,12 +883,9 @@ class Tokenizer:
         if self.train_on == "all":
             documents = [Text(text, None, turns=turns)]
         elif spans:
-            thought = ""
-            if turns and any(self.empty_in_answer.match(text, *span) for span in spans):
-                thought = self.thought_of_prompt(accepted[: turns[-1]], tools)
             for i, (start, stop) in enumerate(spans):
                 empty = self.empty_in_answer.match(text, start, stop)
-                if empty and thought.endswith(empty[0]):  # the prompt has it: the model never says it
+                if empty and self.thought.endswith(empty[0]):  # the prompt has it: the model never says it
                     spans[i] = empty.end(), stop
             if trained != turns:  # else a template may also have two blocks in a turn, or none in some
                 if len(spans) != len(turns):

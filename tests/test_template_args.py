@@ -238,7 +238,7 @@ def test_what_further_documents_repeat_does_not_count_as_untrained(tmp_path):
     _, file = read_data(jsonl(tmp_path / "a.jsonl", *rows), tokenizer, 10**6)
     assert file.report.n_further == 29
     assert file.n_trained < 0.01 * file.n_tokens
-    data.check_file(file, 10**6, 1 << 31)
+    data.check_file(file, 1 << 31)
 
 
 NOTE = "answers begin with an empty thought: training on them teaches the model to stop reasoning in its default mode"
