@@ -795,7 +795,8 @@ class Tokenizer:
             before, is_there, said = said.partition(closing)
             thought = before.lstrip().removeprefix(opening).strip("\n")
             said = said.lstrip("\n")
-            if not is_there or opening in thought:  # no thought, or words before it
+            is_in_place = self.thought_form == "tags" and self.tags[0] in before
+            if is_in_place or not is_there or opening in thought:  # or no thought, or words before it
                 return message
         others = {key: value for key, value in message.items() if key not in THOUGHTS}
         return others | self.state_thought(self.thought_form, thought, said)
