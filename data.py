@@ -574,7 +574,7 @@ class Tokenizer:
     reserved           regex of what messages must not contain: the markers, but not other special tokens
     template_reads     the variables that templates look up; template_words: all names in them
     tags, thought      what is around a thought, and the part of one that prompts end in, "" if there is none
-    thought_form       how an answer states a thought that the template reads, or None: see state_thought()
+    thought_form       how a thought is stated that the template reads, or None: see state_thought()
     variables          what templates see beside the messages; example_variables: see for_example()
     changed            {file: its dict}: save() writes them in place of the folder's own
     made_of            all that tokens and masks depend on: it names their folder in the cache"""
@@ -750,7 +750,7 @@ class Tokenizer:
         return ""
 
     def try_thoughts(self):
-        """Finds the tags around a thought, and the first form of a thought that the template reads."""
+        """Finds the tags around a thought, and the first form of one that the template reads."""
         thought = f"{MARK}thought"
         said = f"{MARK}said"
         self.tags = THINK
@@ -776,8 +776,8 @@ class Tokenizer:
                     break
 
     def state_thought(self, form, thought, said):
-        """The keys of an answer with a thought in a "field", or in the content between "tags", or (R1's) in the
-        content up to the "end" of a thought."""
+        """The keys of an answer with a thought in a "field", or in the content: between "tags", or (R1's) up
+        to the "end" tag alone."""
         if form == "field":
             return {"content": said} | dict.fromkeys(THOUGHTS, thought)
         opening, closing = self.tags
@@ -802,7 +802,7 @@ class Tokenizer:
         return others | self.state_thought(self.thought_form, thought, said)
 
     def thought_of_prompt(self):
-        """How prompts end: with <think>, with an empty thought (the model is not to think), or neither: ""."""
+        """How prompts end: in <think>, in an empty thought (the model is not to think), or in neither: ""."""
         with contextlib.suppress(ValueError):  # a template may insist on a question before an answer
             prompt, _ = self.render([SHORT_QUESTION], generation_prompt=True)
             if thought := self.end_of_prompt.search(prompt):
