@@ -564,6 +564,19 @@ def add_new_tokens_(core, tokens):
     return range(first, first + len(tokens))
 
 
+def code_of(folder):
+    """The modules that auto_map names, and those that they import from. Nothing here runs them."""
+    configs = [read_json(folder / name, optional=True) for name in ("config.json", "tokenizer_config.json")]
+    modules = re.findall(r'"(\w+)[.]\w+"', json.dumps([config.get("auto_map") for config in configs]))
+    found = {}
+    for module in modules:  # the loop also visits the modules that it appends
+        path = folder / f"{module}.py"
+        if path not in found and path.is_file():
+            found[path] = path.read_text("utf-8", "replace")
+            modules += re.findall(r"^\s*from [.](\w+) import", found[path], re.MULTILINE)
+    return sorted(found)
+
+
 class Tokenizer:
     """The tokens and the chat template of a model folder. Main thread only: a signal stops slow templates.
 
@@ -586,7 +599,10 @@ class Tokenizer:
         self.path = self.folder / "tokenizer.json"
         core, config, self.variables, special = read_tokenizer(self.folder)
         self.example_variables = {}
-        outdated = ["chat_template", "auto_map"]  # a result has the one in its own file, and no code
+        self.code = code_of(self.folder)
+        outdated = ["chat_template"]  # it stands in a file of its own
+        if not self.code:
+            outdated.append("auto_map")
         self.changed = {}
         with errors_of(self.path):
             self.new_ids = add_new_tokens_(core, new_tokens or ())
@@ -595,8 +611,9 @@ class Tokenizer:
                 # transformers 5 would add no other tokens than those of this list; tokenizer.json has all
                 outdated.append("added_tokens_decoder")
             special = self.load_core(core, config, special)
-        self.changed["tokenizer_config.json"] = {
-            key: value for key, value in config.items() if key not in outdated}
+        if config.keys() & {*outdated}:
+            self.changed["tokenizer_config.json"] = {
+                key: value for key, value in config.items() if key not in outdated}
         self.load_templates(template_file, adapter_folder, template_args or {})
         self.try_thoughts()
         end_of_turn, written = self.try_template()
@@ -1061,7 +1078,7 @@ class Tokenizer:
     def save(self, out):
         """Copies the folder's files, and writes the chat template that training has used."""
         with writing(out, "tokenizer"):
-            for name in COPIED_FILES:
+            for name in [*COPIED_FILES, *[path.name for path in self.code]]:
                 if name in self.changed:
                     write_json(out / name, self.changed[name])
                 elif (self.folder / name).is_file():
@@ -3626,8 +3643,8 @@ def save_model(tensors, layout, out, raw_config, write):
     try:
         if write:
             write_safetensors(out / "model.safetensors", layout, tensors)
-            # auto_map would name code that the result does not have
-            raw_config = {key: value for key, value in raw_config.items() if key != "auto_map"}
+            if not any(out.glob("*.py")):  # auto_map would name code that the result does not have
+                raw_config = {key: value for key, value in raw_config.items() if key != "auto_map"}
             write_json(out / "config.json", with_both_spellings(raw_config))
     finally:  # also where the disk is full: the other ranks wait in the iterator's collectives
         for _ in tensors:

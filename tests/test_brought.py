@@ -1226,15 +1226,15 @@ def test_a_result_has_what_a_model_needs_and_nothing_of_others(tmp_path):
     others = ["trainer_state.json", "args.json", "hf_quant_config.json", "secrets.json", "zero_to_fp32.py"]
     for name in others:
         (base / name).write_text("{}")
-    config = json.loads((base / "tokenizer_config.json").read_text())
-    (base / "tokenizer_config.json").write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": "modeling.A"}}))
-    for name in ("modeling.py", "preprocessor_config.json"):
+    auto_map = {"AutoModel": "modeling.A", "AutoConfig": "org/a--other.B"}
+    (base / "config.json").write_text(json.dumps({"auto_map": auto_map}))
+    (base / "modeling.py").write_text("import os\nfrom .parts import x\nraise SystemExit\n")
+    for name in ("parts.py", "other.py", "preprocessor_config.json"):
         (base / name).write_text("{}")
     data.begin_result(tmp_path / "out", data.Tokenizer(base))
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert not names & {*others, "modeling.py"}  # transformers has the code of every model that is trained here
-    assert names >= {"preprocessor_config.json", "tokenizer.json"}
-    assert "auto_map" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert not names & {*others, "other.py"}
+    assert names >= {"modeling.py", "parts.py", "preprocessor_config.json", "tokenizer.json"}
 
 
 def test_a_loss_that_ends_ten_times_higher_and_rows_in_both_sets_get_a_note(tmp_path, chats):
