@@ -108,6 +108,8 @@ OUT_OF_MEMORY = 4
 FP16_ENDS = "fp16 numbers end at 65,504: use --precision fp32, or mixed on a GPU with bf16"
 TESTED_TORCH = 2, 15  # the newest one, see tests/private_names.py
 
+CODE = __file__, data.__file__, lm.__file__, nf4.__file__
+
 # Whether Python runs this file itself. A notebook's %run, a profiler or a debugger goes on after it.
 IS_PROGRAM = __name__ == "__main__" and sys._getframe().f_back is None
 
@@ -158,7 +160,7 @@ def main(argv, progress, exits):
     # after the data, because the longest row decides how much is recomputed
     run = RunSpec(args, config, ranks.world, loader.longest, has_flash, documents_in_a_row(loader))
     room = limit_gpu(args.gpu_gib, ranks)
-    policy, planned = plan_run(run, room, steps, mean_length(loader), ranks, argv)
+    policy, planned, predicted = plan_run(run, room, steps, mean_length(loader), ranks, argv)
     print_start(argv, run, model, tokenizer.new_ids, policy, ranks)
     for line in planned:
         ranks.say(line)
@@ -275,6 +277,8 @@ def main(argv, progress, exits):
     progress["is_written"] = True
     sample.say_before_and_after()
     log.close()
+    if device.type == "cuda":
+        say_to_post(argv, args, log, predicted)
     ranks.leave()  # no rank waits while rank 0 merges
     if args.merge and ranks.rank == 0:
         with ranks.agree():  # no other rank is left by now: it makes one message of an error
@@ -720,7 +724,7 @@ def what_is_trained(args, opened, resumed, ranks):
     about["checksum of the tokenizer"] = zlib.crc32(repr(texts).encode())
     about["checksum of the chat template"] = zlib.crc32(repr(tokenizer.template_texts).encode())
     about["device"] = ranks.device.type
-    files = {os.path.basename(path): [path] for path in (__file__, data.__file__, lm.__file__, nf4.__file__)}
+    files = {os.path.basename(path): [path] for path in CODE}
     files["state of --resume"] = [resumed / STATE] if resumed else []
     files["weights of --model"] = getattr(opened.reader, "open_files", ())  # random ones have no files
     files["weights of --adapter"] = getattr(opened.adapter_reader, "open_files", ())
@@ -1847,6 +1851,24 @@ class Log:
         if losses and losses[-1] > 10 * losses[0]:
             self.ranks.say(f"note: the loss rose from {losses[0]:.4g} to {losses[-1]:.4g}: lower --lr")
         self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
+
+
+def say_to_post(argv, args, log, predicted):
+    """Prints one line about a run on a GPU, for a post. A wrapped one would be pasted in pieces."""
+    rows = read_metrics(log.out, log.state["step"])
+    rows = [row for row in rows if "losses" in row and row["step"] > log.start_step]
+    if log.ranks.rank or not rows:
+        return
+    allocated = max(row["mem_gib"] for row in rows)
+    reserved = max(row["mem_reserved_gib"] for row in rows)
+    # the middle ones: the first row has a compilation, a row may have a busy machine
+    step_s = sorted(row["step_s"] for row in rows)[len(rows) // 2]
+    speed = sorted(row["tokens_per_s"] for row in rows)[len(rows) // 2]
+    code = zlib.crc32(b"".join(Path(path).read_bytes() for path in CODE))
+    log.ranks.say(f"to post: {log.ranks.world} x {log.ranks.device_name}, {args.model}, flags "
+                  f"{brief(shlex.join(argv))} | predicted {predicted} | measured {allocated:.2f} GiB "
+                  f"allocated, {reserved:.2f} reserved, {step_s:.2f} s a step, {speed:,.0f} tok/s | "
+                  f"torch {torch.__version__}, oomph {code:08x}")
 
 
 FINISH_S = 30  # for a sink to send its last rows, at the end of a run
@@ -4967,27 +4989,31 @@ def blocks_as_asked(run):
 
 
 def plan_run(run, room, steps, length, ranks, argv=()):
-    """-> (BlockPolicy, [lines on the memory and the time of a step on a GPU, for rank 0]). Collective. A run
-    does not end because of its plan: if a rank cannot trace a step, all take the policy that needs the least
-    memory, and the lines say why. steps and length: see describe_time()."""
+    """-> (BlockPolicy, [lines on the memory and the time of a step on a GPU, for rank 0], the same in a few
+    words). Collective. A run does not end because of its plan: if a rank cannot trace a step, all take the
+    policy that needs the least memory, and the lines say why. steps and length: see describe_time()."""
     policy = blocks_as_asked(run)
     lines = []
+    predicted = "nothing"
     problem = None
     try:
         policy = choose_blocks(run, room)
         if ranks.device.type == "cuda" and ranks.rank == 0:
             lines = list(describe_plan(run, policy, room, argv))
+            n_bytes = planned_bytes(run, policy)
+            predicted = f"{n_bytes / GIB:.2f} GiB"
             card = card_of(ranks)
-            if card and planned_bytes(run, policy) <= room:
+            if card and n_bytes <= room:
                 time_text = describe_time(run, policy, card, steps, length)
+                predicted += f", {time_text.partition(':')[0]}"
                 lines.append(textwrap.fill(time_text, 80, subsequent_indent="  "))
     except Exception as error:  # also of what stands around a trace
         problem = str(error) if isinstance(error, Unplanned) else f"no plan: {type(error).__name__}: {error}"
     problems = list(filter(None, ranks.gather(problem)))
     if problems:
         note = f"note: {problems[0]}. The run goes on with the blocks that need the least memory"
-        return blocks_as_asked(run), [textwrap.fill(note, 80, subsequent_indent="  ")]
-    return policy, lines
+        return blocks_as_asked(run), [textwrap.fill(note, 80, subsequent_indent="  ")], "nothing"
+    return policy, lines, predicted
 
 
 def choose_blocks(run, room):

@@ -264,6 +264,7 @@ def test_a_run_on_a_gpu_writes_all_that_was_asked_for_and_resumes(settings, chat
     rows, text, codes = run_ranks(1, [*argv, *evaluations, *outputs], out, gpu=True)
     assert codes == [0], text
     assert "after:" in text, text  # the sample
+    assert re.search(r"^to post: 1 x .* predicted \d.* measured \d.* oomph [0-9a-f]{8}$", text, re.MULTILINE), text
     assert [row["step"] for row in rows_with("eval_loss", rows)] == [2, 3], text
     # What these files say is checked by those who read them; here they have to be whole and not empty.
     assert json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))["traceEvents"]

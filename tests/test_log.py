@@ -482,6 +482,29 @@ def test_answers_have_lines_of_80_columns_below_one_question_and_none_after_the_
     assert "\n".join(lines).count("words") == 2 * 20
 
 
+def test_a_run_on_a_gpu_ends_with_one_line_to_post(log, capsys):
+    rows = [{"step": step, "losses": [1.0], "mem_gib": gib, "mem_reserved_gib": gib + 1.0, "step_s": step_s,
+             "tokens_per_s": 1000 / step_s}
+            for step, gib, step_s in [(4, 90.0, 9.0), (5, 7.5, 2.0), (6, 8.25, 0.5), (7, 8.0, 0.25)]]
+    rows.insert(2, {"step": 5, "eval_loss": 1.0})
+    (log.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log.state["step"] = 7
+    log.ranks = SimpleNamespace(rank=0, world=2, device_name="NVIDIA H100", say=data.say)
+    argv = ["--qlora", "--data", "my chats.jsonl"]
+    train.say_to_post(argv, SimpleNamespace(model="qwen3-4b"), log, "8.50 GiB, a step takes about 0.40 s on the H100")
+    (line,) = capsys.readouterr().out.splitlines()
+    # step 4 was made before this run has resumed; the middle one of three steps counts
+    expected = ["2 x NVIDIA H100, qwen3-4b, flags --qlora --data 'my chats.jsonl'",
+                "predicted 8.50 GiB, a step takes about 0.40 s on the H100",
+                "measured 8.25 GiB allocated, 9.25 reserved, 0.50 s a step, 2,000 tok/s"]
+    *parts, versions = line.removeprefix("to post: ").split(" | ")
+    assert parts == expected
+    assert re.fullmatch(rf"torch {re.escape(torch.__version__)}, oomph [0-9a-f]{{8}}", versions)
+    log.ranks.rank = 1
+    train.say_to_post(argv, SimpleNamespace(model="qwen3-4b"), log, "nothing")
+    assert not capsys.readouterr().out
+
+
 def test_the_time_of_an_answer_is_none_of_a_step(log, sample_of, monkeypatch):
     now = log.mark + 5.0  # five seconds of training
     monkeypatch.setattr(train.time, "perf_counter", lambda: now)

@@ -1,6 +1,7 @@
 """A run goes on without its plan, whatever a torch to come has changed of what the plan leans on."""
 
 import argparse
+import re
 
 import pytest
 import torch
@@ -76,9 +77,10 @@ def test_ranks_agree_where_one_cannot_plan(monkeypatch):
         return argparse.Namespace(rank=0, device=torch.device("cuda"), device_name=device_name,
                                   gather=lambda value: [value, other])
 
-    chosen, lines = train.plan_run(run, room, 5, None, ranks(None))
+    chosen, lines, predicted = train.plan_run(run, room, 5, None, ranks(None))
     assert chosen.count("recomputed") == 0
     assert lines[0].startswith("fits: needs ") and "a step takes" in lines[-1]
+    assert re.fullmatch(r"[\d.]+ GiB, a step takes .* s on the H100, .* tok/s, 5 steps .*", predicted)
 
     least = train.blocks_as_asked(run)
     other_fails = train.plan_run(run, room, 5, None, ranks("rank 1 cannot"))
@@ -102,6 +104,6 @@ def test_an_error_around_a_trace_ends_no_run(monkeypatch, name, error):
     monkeypatch.setattr(train, name, fail)
     ranks = argparse.Namespace(rank=0, device=torch.device("cuda"), device_name="NVIDIA H100 80GB HBM3",
                                gather=lambda value: [None, value])
-    policy, lines = train.plan_run(run, 100 * train.GIB, 5, None, ranks)
+    policy, lines, _ = train.plan_run(run, 100 * train.GIB, 5, None, ranks)
     assert policy == least
     assert len(lines) == 1 and "no time" in lines[0]
