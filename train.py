@@ -1076,8 +1076,6 @@ def evaluation_interval(args, state, loader, ranks):
     if args.patience:
         evaluations = data.count_of(args.patience, "evaluations")
         ranks.say(f"the run ends after {evaluations} without a better one; final/ gets the best")
-        if (1 + args.patience) * interval >= steps:  # the first one is the best by then
-            ranks.say(f"note: --patience {args.patience} cannot end this run: use a smaller --eval_every")
     return interval
 
 
@@ -1964,7 +1962,6 @@ def tracer(profile, snapshot, out, ranks):
     if ranks.rank or not (profile or snapshot):
         return None
     device = ranks.device
-    snapshot = snapshot and device.type == "cuda"
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
 
@@ -2249,8 +2246,7 @@ def chat(args):
             if given or question == "/reset":
                 messages = system
                 if is_terminal:
-                    text = textwrap.shorten(system[0]["content"], 50) if system else "none"
-                    data.say(f"a new chat; system message: {text}")
+                    data.say("a new chat")
             elif re.fullmatch(r"/\w*|/\?", question):
                 data.say(f"\n{commands}")
             elif question:
@@ -2258,7 +2254,11 @@ def chat(args):
                 asked = [*messages, {"role": "user", "content": question}]
                 with contextlib.suppress(KeyboardInterrupt):
                     prompt = tokenizer.prompt(asked)
-                    check_length(len(prompt), opened.config.n_positions)
+                    n_trained = opened.config.n_positions
+                    if len(prompt) > n_trained:
+                        data.say(f"the conversation has {len(prompt):,} tokens, and the model was trained on "
+                                 f"{n_trained:,} positions: answers may make no sense; /reset starts a new "
+                                 "chat", to_stderr=True)
                     tokens = lm.generate(model, prompt, args.max_new_tokens or 512, tokenizer.stop_ids,
                                          ranks.device, args.temperature)
                     said = print_answer(tokenizer, tokens)
@@ -2269,16 +2269,6 @@ def chat(args):
             data.say()
     if is_terminal:
         data.say()  # the shell's prompt begins on a line of its own
-
-
-def check_length(n_tokens, n_trained):
-    # Ctrl-C cannot interrupt a kernel, and attention would block a CPU for minutes.
-    if n_tokens > 4 * n_trained:
-        raise ValueError(f"the conversation has {n_tokens:,} tokens, more than 4 times the {n_trained:,} "
-                         "positions that the model was trained on: ask something shorter, or /reset")
-    if n_tokens > n_trained:
-        data.say(f"the conversation has {n_tokens:,} tokens, and the model was trained on {n_trained:,} "
-                 "positions: answers may make no sense; /reset starts a new chat", to_stderr=True)
 
 
 def print_answer(tokenizer, tokens):
@@ -3072,7 +3062,6 @@ WHOLE = number(int)
 WHOLE_OR_0 = number(int, zero_too=True)
 AMOUNT = number(float)
 AMOUNT_OR_0 = number(float, zero_too=True)
-PATH = path
 BLOCKS = number(int, zero_too=True, words=("all", "auto"))
 SECONDS = number(float, below=1e8)  # three years: timers and clocks end at nine digits more
 
@@ -3104,7 +3093,7 @@ NEEDS = {
     "--optim adamw and no --stochastic_rounding":
         lambda args: args.optim == "adamw" and not args.stochastic_rounding,
     "--precision bf16": lambda args: args.precision == "bf16",
-    "--sample or --chat": lambda args: args.chat or sample_of(args),
+    "--chat or --sample": lambda args: args.chat or sample_of(args),
     "--schedule cosine or linear": lambda args: args.schedule != "constant",
     "--train_embeddings, or an --adapter with an embedding":
         lambda args: args.train_embeddings or args.adapter,
@@ -3167,7 +3156,7 @@ def add(group, flag, value_type, default, text, **options):
     """Adds a flag that has a value. The text says what a default of None means, if not none."""
     if "(default: " not in text:
         text += f" (default: {'none' if default is None else default})"
-    if value_type not in (str, PATH):
+    if value_type not in (str, path):
         options.setdefault("metavar", "N")
     if options.get("nargs") in ("+", "*"):  # a list that is given twice adds up
         options["action"] = ExtendOrAll
@@ -3193,15 +3182,14 @@ def make_parser():
             help="print the everyday flags, or all flags with --help_all, and exit")
 
     model = parser.add_argument_group("model")
-    add(model, "--model", PATH, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
+    add(model, "--model", path, None, "tiny (built in), a Hugging Face folder, a Hub id, the folder of a "
         "run, or with --random_init one of " + ", ".join(data.PRESETS) + " (default: tiny, or the base of "
         "--adapter)", everyday=True, also="model_name model_name_or_path tokenizer checkpoint_dir base_model")
     switch(model, "--random_init", "start from random weights of --model's shapes", fixed=True)
     add(model, "--precision", str, None, "mixed: float32 trained weights, bf16 compute; fp16: the same with "
-        "fp16 compute and a loss scale; bf16, fp32: everything in that format (default: mixed; on hardware "
-        "without bf16, fp16 on a GPU and fp32 on a CPU)", choices=("mixed", "bf16", "fp16", "fp32"),
-        fixed=True)
-    add(model, "--adapter", PATH, None, "PEFT adapter to train on: a folder, a Hub id, a run. It sets rank, "
+        "fp16 compute; bf16, fp32: everything in that format (default: mixed; without bf16 instructions fp16 "
+        "on a GPU, fp32 on a CPU)", choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
+    add(model, "--adapter", path, None, "PEFT adapter to train on: a folder, a Hub id, a run. It sets rank, "
         "alpha, rsLoRA and targets", also="adapter_name_or_path lora_model_dir")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
@@ -3216,8 +3204,7 @@ def make_parser():
     add(method, "--lora_alpha", AMOUNT, None, "scale = alpha / rank (default: 32)", fixed=True, needs="lora")
     switch(method, "--rslora", "scale = alpha / sqrt(rank) (arXiv:2312.03732)", fixed=True, needs="lora")
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None, "dropout rate of the "
-        "adapters' inputs. The masks change with --tiled_mlp, the number of ranks and --grad_accum (default: "
-        "0)", fixed=True, needs="lora")
+        "adapters' inputs (default: 0)", fixed=True, needs="lora")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
         "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
     add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
@@ -3226,21 +3213,18 @@ def make_parser():
         needs="--lora or --qlora: full fine-tuning already trains the embeddings",
         also="modules_to_save additional_target")
     add(method, "--lora_targets", str, None, f"layers to adapt, of {', '.join(lm.LORA_TARGETS)} (default: "
-        "all-linear, all but in_proj_a and in_proj_b); gate_proj is the MLP's",
-        nargs="+", metavar="LAYER", fixed=True, needs="lora", also="target_modules lora_target_modules")
+        "all-linear, all but in_proj_a and in_proj_b)", nargs="+", metavar="LAYER", fixed=True,
+        needs="lora", also="target_modules lora_target_modules")
     add(method, "--add_tokens", os.path.expanduser, None, "new tokens for the vocabulary, or a file with one "
-        "per line. If the vocabulary grows, call model.resize_token_embeddings(V) before PEFT loads adapters",
-        nargs="+", metavar="TOKEN", fixed=True, also="new_special_tokens resize_vocab")
+        "per line", nargs="+", metavar="TOKEN", fixed=True, also="new_special_tokens resize_vocab")
 
     dataset = parser.add_argument_group("data")
-    add(dataset, "--data", PATH, None, "files to train on: .jsonl, .ndjson, .json, .csv, .parquet, .txt, "
+    add(dataset, "--data", path, None, "files to train on: .jsonl, .ndjson, .json, .csv, .parquet, .txt, "
         "also with .gz; data sets of the Hub (org/name or org/name/subset, with :split unless it is train); "
-        "folders of datasets' save_to_disk(). Quote patterns such as 'chats/*.jsonl'. What is given twice "
-        "is read twice per epoch (default: the demo's)", nargs="+",
+        "folders of datasets' save_to_disk(); 'chats/*.jsonl' in quotes (default: the demo's)", nargs="+",
         everyday=True, also="dataset datasets dataset_name dataset_dir train_file train_data data_path")
-    add(dataset, "--eval_data", PATH, None, "files to evaluate on, as in --data. Or a number: hold out that "
-        "many examples of --data, or below 1 that fraction",
-        nargs="+", everyday=True, needs="data",
+    add(dataset, "--eval_data", path, None, "files to evaluate on, or how many examples of --data to hold "
+        "out, below 1 their fraction", nargs="+", everyday=True, needs="data",
         also="eval_dataset eval_file validation_file val_set_size val_size test_size")
     add(dataset, "--columns", column, None, "rename columns: question=instruction reads the column "
         "'question' as 'instruction'", nargs="+", metavar="COLUMN=KEY", fixed=True,
@@ -3255,7 +3239,7 @@ def make_parser():
         "template drops later get documents of their own; 'whole' skips them. all: every token", fixed=True,
         choices=("targets", "whole", "all"), also="assistant_only_loss completion_only_loss train_on_inputs "
         "train_on_prompt train_on_responses_only mask_prompt")
-    add(dataset, "--chat_template", PATH, None, "a jinja file of your own", everyday=True, also="template")
+    add(dataset, "--chat_template", path, None, "a jinja file of your own", everyday=True, also="template")
     add(dataset, "--template_args", str, None, "variables for the chat template, such as "
         "enable_thinking=false. Values are JSON or plain text, and are saved in final/", nargs="+",
         metavar="KEY=VALUE", fixed=True, everyday=True, also="chat_template_kwargs enable_thinking")
@@ -3278,17 +3262,16 @@ def add_memory_flags(parser):
     add(memory, "--replicas", WHOLE, 1, "HSDP: N replicas of the model, each sharded over world/N ranks, "
         "usually one node; gradients are all-reduced between replicas", needs="fsdp2")
     add(memory, "--sequence_parallel", WHOLE, 1, "split a row over N ranks; --batch_size is rows per group")
-    add(memory, "--offload", str, None, "what to offload to host memory. activations: inputs of recomputed "
-        "blocks. params: weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a "
-        "value: both, without --fsdp2 only activations)", nargs="*", choices=("activations", "params"),
-        everyday=True, also="cpu_offload enable_activation_offloading")
-    add(memory, "--resident_blocks", BLOCKS, "auto", "with --offload params and adapters: blocks (or "
-        "all) whose frozen weights stay on the GPU; auto: as many as fit, none on a CPU without --gpu_gib",
+    add(memory, "--offload", str, None, "to host memory. activations: inputs of recomputed blocks. params: "
+        "weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a value: all that "
+        "applies)", nargs="*", choices=("activations", "params"), everyday=True,
+        also="cpu_offload enable_activation_offloading")
+    add(memory, "--resident_blocks", BLOCKS, "auto", "blocks (or all) whose frozen weights stay on the GPU; "
+        "auto: as many as fit, none on a CPU without --gpu_gib",
         needs="--offload params and --lora or --qlora: it is about frozen weights in host memory")
-    add(memory, "--activation_checkpointing", BLOCKS, "auto", "store only the inputs of the first N "
-        "blocks (or all), and recompute these in the backward. auto: recompute as little as 90 %% of the "
-        "GPU's memory allows; all on a CPU without --gpu_gib, or with --offload activations",
-        nargs="?", const="all", everyday=True, also="gradient_checkpointing")
+    add(memory, "--activation_checkpointing", BLOCKS, "auto", "recompute the first N blocks (or all) in the "
+        "backward. auto: as few as 90 %% of the GPU's memory allows; all on a CPU without --gpu_gib, or with "
+        "--offload activations", nargs="?", const="all", everyday=True, also="gradient_checkpointing")
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)
@@ -3318,13 +3301,12 @@ def add_run_flags(parser):
     add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data", everyday=True,
         also="num_train_epochs num_epochs n_epochs")
     add(schedule, "--lr", AMOUNT_OR_0, None, "peak learning rate (default: for adapters, 5e-4 * (2000 / "
-        "hidden size)^p, where p is 0.0775 for Qwen and 0.781 for others, by tinker-cookbook's get_lr; a "
-        "tenth of that in full fine-tuning and for --dpo)", fixed=True, everyday=True, also="learning_rate")
+        "hidden size)^p, where p is 0.0775 for Qwen and 0.781 for others; a tenth of that in full "
+        "fine-tuning and for --dpo)", fixed=True, everyday=True, also="learning_rate")
     add(schedule, "--embedding_lr", AMOUNT, None, "peak learning rate of what --train_embeddings trains "
         "(default: a tenth of --lr)", fixed=True, also="embedding_learning_rate",
         needs="--train_embeddings, or an --adapter with an embedding")
-    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end of cosine and linear; "
-        "--embedding_lr falls to the same fraction of its peak", fixed=True,
+    add(schedule, "--min_lr", AMOUNT_OR_0, 0.0, "learning rate at the end", fixed=True,
         needs="--schedule cosine or linear")
     add(schedule, "--warmup", AMOUNT_OR_0, 0.03, "steps of linear warmup, starting at lr / (warmup + 1), or "
         "a fraction of all steps if below 1", fixed=True, also="warmup_ratio warmup_steps")
@@ -3337,21 +3319,20 @@ def add_run_flags(parser):
         also="random_state random_seed")
 
     run = parser.add_argument_group("run")
-    add(run, "--out", PATH, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True,
+    add(run, "--out", path, None, "folder that a new run writes to (default: out/<date-time>)", everyday=True,
         also="output output_dir")
     add(run, "--save_every", WHOLE_OR_0, 500, "save a checkpoint every N steps, at the last step and at each "
         "new best evaluation; 0: save only when interrupted", everyday=True, also="save_steps")
     add(run, "--keep", WHOLE, 2, "newest checkpoints to keep, beside the best one", also="save_total_limit")
-    add(run, "--resume", PATH, None, "continue CHECKPOINT_OR_RUN; without a value, the newest checkpoint "
+    add(run, "--resume", path, None, "continue CHECKPOINT_OR_RUN; without a value, the newest checkpoint "
         "of --out or of the newest run in out/, or start a new run if there is none", nargs="?", const="auto",
         metavar="CHECKPOINT_OR_RUN", everyday=True, also="resume_from_checkpoint")
     add(run, "--timeout", SECONDS, 1800.0, "seconds after which ranks that hang in a step end and print "
         "their stacks; 4 N while a rank loads, saves or exports. A full disk at the end is tried for N")
-    add(run, "--log_every", WHOLE, 10, "log every N steps, at least every ten seconds, and each of the first "
-        "ten steps", also="logging_steps log_interval")
-    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: a tenth of the run, more if "
-        "evaluations would take more than a tenth of it)", needs="eval_data",
-        also="eval_steps eval_interval steps_per_eval")
+    add(run, "--log_every", WHOLE, 10, "log every N steps, and at least every ten seconds",
+        also="logging_steps log_interval")
+    add(run, "--eval_every", WHOLE, None, "steps between evaluations (default: a tenth of the run, more on "
+        "much data)", needs="eval_data", also="eval_steps eval_interval steps_per_eval")
     add(run, "--patience", WHOLE, None, "end after N evaluations without a better one; final/ gets the best "
         "(default: off)", needs="eval_data")
     switch(run, "--dry_run", "print the memory plan for --world GPUs and exit", everyday=True)
@@ -3361,22 +3342,22 @@ def add_run_flags(parser):
     add(run, "--gpu_gib", AMOUNT, None, "GiB of each GPU that the run or the plan may use; a 24 GB card has "
         "23.6 (default: all)", everyday=True)
     switch(run, "--tensorboard", "also write metrics for TensorBoard (pip install tensorboard)")
-    switch(run, "--wandb", "also send metrics to Weights & Biases, configured by WANDB_PROJECT, WANDB_NAME, "
-        "WANDB_MODE and so on (pip install wandb)", everyday=True, also="report_to run_name")
+    switch(run, "--wandb", "also send metrics to Weights & Biases, configured by WANDB_PROJECT and so on "
+        "(pip install wandb)", everyday=True, also="report_to run_name")
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot", "write memory.pickle of three steps, for pytorch.org/memory_viz",
            needs="a GPU")
-    add(run, "--export", PATH, None, "write final/ of a checkpoint and exit", metavar="RUN/checkpoint-N")
+    add(run, "--export", path, None, "write final/ of a checkpoint and exit", metavar="RUN/checkpoint-N")
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
         "and without --data, only merge", everyday=True, also="merge_and_unload merge_lora")
-    add(run, "--system", str, None, "system message of --chat and --sample (default: none)")
+    add(run, "--system", str, None, "system message of --chat and --sample", needs="--chat or --sample")
     add(run, "--sample", str, None, "a text to continue or a question to answer before training, at each "
         "evaluation and after training (default: none, except for the built-in data; '' is none)")
     switch(run, "--chat", "talk with --model instead of training", everyday=True)
     add(run, "--temperature", AMOUNT_OR_0, 0.0, "of --chat and --sample; 0: always the likeliest token",
-        needs="--sample or --chat")
+        needs="--chat or --sample")
     add(run, "--max_new_tokens", WHOLE, None, "tokens of an answer (default: --chat 512, --sample 48)",
-        needs="--sample or --chat")
+        needs="--chat or --sample")
 
 
 def flags_with(mark):
@@ -3434,8 +3415,6 @@ def refuse_words(argv, flags):
         # what a script gives whose variable is not set; --sample '' is how to have none
         if not value.strip() and name != "--sample":
             refuse(f"{name}: expected a value, got an empty string")
-        if (name, value) == ("--train_on", "last"):  # as others call it
-            refuse('--train_on last: expected targets or all; an answer with "weight": 0 is not trained on')
 
 
 def refuse(message):
@@ -3543,8 +3522,6 @@ def check_flags(args, given):
     if args.dpo and args.train_embeddings:
         refuse("--dpo: leave out --train_embeddings, which change the reference, too: train them in a run "
                "before, and give its merged model")
-    if args.system and not (args.chat or args.sample):
-        refuse("--system needs --chat or --sample")
     if args.patience and not args.save_every:
         refuse("--patience needs --save_every above 0: final/ gets the weights of the best checkpoint")
     if args.optim_in_backward and (args.grad_accum > 1 or args.clip):
@@ -3560,10 +3537,7 @@ def check_flags(args, given):
     is_preset = args.model in data.PRESETS and not os.path.isdir(args.model)
     if is_preset and not (args.random_init or args.dry_run or args.export):
         trained = f"--model {data.PRESETS[args.model]['_name_or_path']}"
-        if args.adapter:
-            refuse(f"{args.adapter}: its base {args.model} is a preset of shapes, without weights: "
-                   f"--adapter {args.adapter} {trained}")
-        way = "give" if args.chat else "add --random_init, or give"
+        way = "give" if args.chat or args.adapter else "add --random_init, or give"
         refuse(f"--model {args.model} is a preset of shapes: {way} {trained}")
     if "params" in args.offload and not args.fsdp2:
         refuse("--offload params needs --fsdp2")

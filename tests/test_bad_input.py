@@ -125,8 +125,7 @@ FLAGS = {  # flags: words of the message
     "--template_args enable_thinking=False": ["enable_thinking=False", "JSON: true, false or null"],
     "--template_args a=1 a=2": ['"a=2"', "a is given twice"],
     "--chat_template_kwargs x": ["mean --template_args?"],
-    "--train_on last": ["expected targets or all", '"weight": 0'],
-    "--train_on=last": ["expected targets or all", '"weight": 0'],
+    "--train_on last": ["--train_on: invalid choice: 'last'", "targets", "whole", "all"],
     "--packing --no-packing": ["--packing and --no-packing: leave one out"],
     "--val_set_size 0.1": ["mean --eval_data?"],
 
@@ -136,14 +135,14 @@ FLAGS = {  # flags: words of the message
     "--patience 5": ["--patience needs --eval_data"],
     "--patience 0 --eval_data 0.1": ["--patience: 0: expected a whole number above 0"],
     "--data a.jsonl --patience 5 --eval_data 0.1 --save_every 0": ["--patience needs --save_every above 0"],
-    "--system hi": ["--system needs --chat or --sample"],
+    "--system hi --data a.jsonl": ["--system needs --chat or --sample"],
     "--steps 5 --epochs 1": ["--steps and --epochs: leave one out"],
     "--replicas 1": ["--replicas needs --fsdp2"],  # typed, although it is the default
     "--min_lr 0 --schedule constant": ["--min_lr needs --schedule cosine or linear"],
     "--ce_chunk 64 --no-chunked_ce": ["--ce_chunk needs --chunked_ce"],
     "--no-fused_adamw --optim adamw8bit": ["--no-fused_adamw needs --optim adamw"],
-    "--temperature 1 --data a.jsonl": ["--temperature needs --sample or --chat"],
-    "--max_new_tokens 9 --sample=": ["--max_new_tokens needs --sample or --chat"],
+    "--temperature 1 --data a.jsonl": ["--temperature needs --chat or --sample"],
+    "--max_new_tokens 9 --sample=": ["--max_new_tokens needs --chat or --sample"],
     "--embedding_lr 1": ["--embedding_lr needs --train_embeddings"],
     "--out chats.jsonl": ["--out chats.jsonl: a file", "--data reads files"],
 
@@ -589,7 +588,7 @@ def test_a_preset_as_the_base_of_an_adapter_is_named(tmp_path, monkeypatch, caps
     write_adapter(base_model_name_or_path="llama-3.1-8b")()
     assert train.launch(["--model", "adapter"]) == 2
     assert_says(capsys.readouterr().err, [
-        "adapter: its base llama-3.1-8b is a preset", "--adapter adapter --model meta-llama/Llama-3.1-8B"])
+        "--model llama-3.1-8b is a preset of shapes: give --model meta-llama/Llama-3.1-8B"])
 
 
 # ---------------------------------------------------------------- folders and files
@@ -599,6 +598,7 @@ class Case(NamedTuple):
     says: list  # words of the message
     spoil: list = []  # what is done to the folder
     flags: str = ""
+    code: int = 1
 
 
 MODELS = {
@@ -877,7 +877,8 @@ RUNS = {
     "out a file": Case(
         spoil=[write("file", "")],
         flags="--model tiny --out file",
-        says=["--out file", "folder"]),
+        says=["--out file", "folder"],
+        code=2),  # the flag alone says it
     "out of a run": Case(
         spoil=[write("taken/args.json", json.dumps(train.OURS)), write("taken/final", "")],
         flags="--model tiny --out taken",
@@ -941,7 +942,7 @@ def test_what_is_wrong_is_named_before_anything_is_written(name, tmp_path, monke
         change()
     before = sorted(tmp_path.rglob("*"))
     argv = later_counts(f"--model model --data chat.jsonl --seq_len 64 --steps 1 --out out {case.flags}".split())
-    assert train.launch(argv) == 1
+    assert train.launch(argv) == case.code
     message = capsys.readouterr().err
     assert message.startswith("train.py: error: ")
     assert_says(message, case.says)

@@ -695,7 +695,6 @@ def test_epochs_and_overflow_say_how_many_steps_a_run_has(folder, chats, tmp_pat
     (1, 1, "", 1, "every 1 step,"),
     (100, 10_000, "--eval_every 7", 7, "every 7 steps"),
     (100, 1, "--patience 2", 10, "the run ends after 2 evaluations without a better one; final/ gets the best"),
-    (100, 1, "--patience 9", 10, "note: --patience 9 cannot end this run: use a smaller --eval_every"),
 ])
 def test_evaluations_take_a_tenth_of_a_run_at_most_unless_they_are_asked_for(
         capsys, steps, n_rows, flags, every, words):
@@ -706,7 +705,6 @@ def test_evaluations_take_a_tenth_of_a_run_at_most_unless_they_are_asked_for(
     said = capsys.readouterr().out
     assert words in said
     assert max(len(line) for line in said.splitlines()) <= 80
-    assert ("note" in said) == ("note" in words)
 
 
 @pytest.mark.rounding
@@ -1126,7 +1124,7 @@ def test_a_system_message_that_a_template_drops_or_refuses_is_an_error(tmp_path,
     assert [len(messages) for messages in questions] == [1, 3]
 
 
-def test_chat_tells_of_a_prompt_beyond_the_trained_positions_and_refuses_an_endless_one(monkeypatch, capsys):
+def test_chat_tells_of_a_prompt_beyond_the_trained_positions(monkeypatch, capsys):
     prompt_lengths = []  # of the questions that reach the model
 
     def answer_nothing(model, prompt, *_):
@@ -1134,16 +1132,14 @@ def test_chat_tells_of_a_prompt_beyond_the_trained_positions_and_refuses_an_endl
         return iter([])
 
     monkeypatch.setattr(lm, "generate", answer_nothing)
-    lines = ["a", "é" * 2100, "a" * 100_000, "b"]  # the built-in model has seen 2,048 positions
+    lines = ["a", "é" * 2100, "b"]  # the built-in model has seen 2,048 positions
     assert ask(monkeypatch, "\n/reset\n".join(lines).encode()) == 0
-    n_short, n_long, n_next = prompt_lengths  # the third question is refused, and the chat goes on
+    n_short, n_long, n_next = prompt_lengths
     assert n_short == n_next < 2048 < n_long
-    told, refused = capsys.readouterr().err.splitlines()
+    (told,) = capsys.readouterr().err.splitlines()
     assert f"{n_long:,} tokens" in told
     assert "2,048 positions" in told
     assert "/reset" in told
-    assert "error" in refused
-    assert "more than 4 times the 2,048 positions" in refused
 
 
 def test_chat_names_a_template_that_makes_nothing_of_a_question(tmp_path, monkeypatch, capsys):
