@@ -1859,14 +1859,13 @@ def say_to_post(argv, args, log, predicted):
         return
     allocated = max(row["mem_gib"] for row in rows)
     reserved = max(row["mem_reserved_gib"] for row in rows)
-    # the middle ones: the first row has a compilation, a row may have a busy machine
-    step_s = sorted(row["step_s"] for row in rows)[len(rows) // 2]
-    speed = sorted(row["tokens_per_s"] for row in rows)[len(rows) // 2]
+    # not the first one, which may have a compilation, nor one of a busy machine
+    middle = sorted(rows, key=lambda row: row["step_s"])[len(rows) // 2]
     code = zlib.crc32(b"".join(Path(path).read_bytes() for path in CODE))
     log.ranks.say(f"to post: {log.ranks.world} x {log.ranks.device_name}, {args.model}, flags "
                   f"{brief(shlex.join(argv))} | predicted {predicted} | measured {allocated:.2f} GiB "
-                  f"allocated, {reserved:.2f} reserved, {step_s:.2f} s a step, {speed:,.0f} tok/s | "
-                  f"torch {torch.__version__}, oomph {code:08x}")
+                  f"allocated, {reserved:.2f} reserved, {middle['step_s']:.2f} s a step, "
+                  f"{middle['tokens_per_s']:,.0f} tok/s | torch {torch.__version__}, oomph {code:08x}")
 
 
 FINISH_S = 30  # for a sink to send its last rows, at the end of a run
@@ -1961,14 +1960,13 @@ def tracer(profile, snapshot, out, ranks):
     """-> a profiler that writes what the third step did, or None without the flags and on ranks above 0."""
     if ranks.rank or not (profile or snapshot):
         return None
-    device = ranks.device
     if snapshot:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
 
     def write(profiler):
         try:
             if profile:
-                by_time = f"self_{device.type}_time_total"
+                by_time = f"self_{ranks.device.type}_time_total"
                 data.say(profiler.key_averages().table(sort_by=by_time, row_limit=12))
                 profiler.export_chrome_trace(str(out / "trace.json.gz"))
             if snapshot:
