@@ -1173,7 +1173,7 @@ OF_CONVERSATIONS = *OF_CHATS, "history"
 KEYS = {key: None for needs in [*FORMATS.values(), OF_CONVERSATIONS, ["input"]] for key in needs}
 QUESTION_KEYS = ["question", "query", "instruction", "input"]  # Orca's and Alpaca's, for a pair's prompt
 # {a key: words in the names that it has elsewhere}, for advice
-OTHER_NAMES = {
+COLUMN_NAMES = {
     "chosen": "chosen preferred accepted winner positive better good pos j".split(),
     "rejected": "rejected dispreferred unpreferred loser negative worse bad neg k".split(),
     "instruction": "question query problem prompt user human q input request task instruction title".split(),
@@ -1371,7 +1371,7 @@ def columns_for(row, needs_pairs):
     def words_for(keys):
         words = []
         for key in keys:
-            found = [name for word in OTHER_NAMES[key] for name in texts
+            found = [name for word in COLUMN_NAMES[key] for name in texts
                      if word in re.split(r"[\W_]+", name.lower()) and name not in used]
             if key in row and key not in used:
                 used.add(key)
