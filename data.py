@@ -1192,13 +1192,12 @@ CALL_ROLES = "function_call", "tool_call"  # whose content is a call
 SAID = {"content", "tool_calls", "function_call", "refusal"}
 # keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
-MARKS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}  # their values, as text; csv has texts
 # the arguments of a call, in OpenAI's, LangChain's, Llama's and Anthropic's files
 ARGUMENTS = "arguments", "args", "parameters", "input"
+CHECKED_KEYS = *TRAINED_KEYS, "tool_calls", "function_call"  # check_message() has other keys for them
+EMPTY = None, "", [], {}  # values that say nothing
 TEXT_PARTS = "text", "input_text", "output_text", "refusal"  # the types of OpenAI's parts that are text
 WITH_NULLS = "arguments", "default", "const"  # in these a null means something
-NOT_TO_LEARN = ("{0!r} is {1}: nobody should learn this answer: leave such rows out of the file, or {0!r} "
-                "if it means something else")
 # how a turn begins, in the texts of usual chat templates and prompts
 TURN = re.compile(r"<\|(im_start|start_header_id|user|assistant)\|>|\[INST\]|<start_of_turn>|"
                   r"^(### (Response|Assistant|Output)|Assistant|ASSISTANT):", re.MULTILINE)
@@ -1243,15 +1242,6 @@ def row_of_pairs(pairs):
     return row
 
 
-def rows_of(value):
-    """A value of Python with Rows in place of its dicts."""
-    if isinstance(value, list):
-        return [rows_of(item) for item in value]
-    if isinstance(value, dict) and not isinstance(value, Row):
-        return Row((key, rows_of(item)) for key, item in value.items())
-    return value
-
-
 def unread_in(value, path=""):
     """Yields the paths of the keys that nobody has looked at, and whose values say something."""
     if isinstance(value, list):
@@ -1262,7 +1252,7 @@ def unread_in(value, path=""):
             name = f"{path}.{key}" if path else key
             if key in value._looked_at:
                 yield from unread_in(item, name)
-            elif item not in (None, "", [], {}):
+            elif item not in EMPTY:
                 yield name
 
 
@@ -1285,7 +1275,7 @@ def parse_example(given, tokenizer, columns=(), report=None):
     report = report or FileReport()
     form = "JSON"  # for the message, until the format is known
     try:
-        row = json.loads(given, object_pairs_hook=row_of_pairs) if isinstance(given, str) else rows_of(given)
+        row = json.loads(given, object_pairs_hook=row_of_pairs) if isinstance(given, str) else given
         form = "example"
         if isinstance(row, str):
             row = Row({"text": row})
@@ -1293,6 +1283,8 @@ def parse_example(given, tokenizer, columns=(), report=None):
             row = Row({"messages": row})
         if not isinstance(row, dict):
             raise ValueError(f"expected an object with {' or '.join(FORMATS)}; got {quoted(row)}")
+        if not isinstance(row, Row):  # of a table, which has a cell for each key at every depth, too
+            row = Row((key, without_nulls(value)) for key, value in row.items())
         nulls = [key for key, value in dict.items(row) if value is None]
         row = from_openai(rename_columns(row, columns, report))
         form = format_of(row, columns, tokenizer.train_on == "pairs", nulls)
@@ -1345,17 +1337,18 @@ def format_of(row, columns, needs_pairs, nulls):
     # formats of renamed columns first: many examples have messages, too
     forms = [form for form, needs in FORMATS.items() if row.keys() >= {*needs}]
     forms.sort(key=lambda form: wanted.isdisjoint(FORMATS[form]))
-    if PAIR in forms[:1] and not needs_pairs:
+    is_pair = PAIR in forms[:1]
+    if forms and is_pair == needs_pairs:
+        return forms[0]
+    if is_pair:
         name = "completion" if "prompt" in row else "output"
         if begins_with_question(from_json(dict.get(row, "chosen"))):
             name = "messages"
         raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora; "
                          f"--columns chosen={name} trains on the chosen answers alone")
-    if forms and (PAIR in forms[:1]) == needs_pairs:
-        return forms[0]
-    expected = "--dpo needs rows with 'chosen' and 'rejected'"
-    if not needs_pairs:
-        expected = f"expected an object with {' or '.join(FORMATS)}"
+    expected = f"expected an object with {' or '.join(FORMATS)}"
+    if needs_pairs:
+        expected = "--dpo needs rows with 'chosen' and 'rejected'"
     if nulls := KEYS.keys() & nulls:
         expected += f"; {listing(nulls)}: null"
     advice = columns_for(row, needs_pairs) or ("COLUMN=KEY renames them. A message has 'role' and 'content', "
@@ -1366,32 +1359,27 @@ def format_of(row, columns, needs_pairs, nulls):
 def columns_for(row, needs_pairs):
     """The words of --columns that make an example of a row whose keys have other names, "" if none do."""
     chats = [key for key, value in dict.items(row) if are_messages(from_json(value))]
-    texts = [key for key, value in dict.items(row) if isinstance(value, str) or key in chats]
-
-    def words_for(keys):
-        words = []
-        for key in keys:
-            found = [name for word in COLUMN_NAMES[key] for name in texts
-                     if word in re.split(r"[\W_]+", name.lower()) and name not in used]
-            if key in row and key not in used:
-                used.add(key)
-            elif found:
-                used.add(found[0])
-                words.append(f"{found[0]}={key}")
-            elif key != "input":
-                return ""
-        return " ".join(words)
-
-    used = set()
-    if needs_pairs:
-        answers = words_for(FORMATS[PAIR])
-        has_question = {"prompt", *QUESTION_KEYS} & row.keys() - used
-        return answers and f"{answers} {'' if has_question else words_for(['instruction'])}".strip()
-    if chats:
+    if chats and not needs_pairs:
         return f"{chats[0]}=messages"
-    found = words_for(["instruction", "output", "input"])
-    used.clear()
-    return found or words_for(["text"])
+    words_of = {key: re.split(r"[\W_]+", key.lower()) for key, value in dict.items(row)
+                if isinstance(value, str) or key in chats}
+    forms = [(FORMATS["instruction + output"], ["input"]), (FORMATS["text"], [])]  # the second ones may lack
+    if needs_pairs:
+        has_question = not {"prompt", *QUESTION_KEYS}.isdisjoint(row)
+        forms = [(FORMATS[PAIR], [] if has_question else ["instruction"])]
+    for needs, may_have in forms:
+        free = [*row]
+        renamed = {}
+        for key in (*needs, *may_have):
+            names = [name for word in COLUMN_NAMES[key] for name in free if word in words_of.get(name, ())]
+            if key in free:
+                free.remove(key)
+            elif names:
+                free.remove(names[0])
+                renamed[key] = names[0]
+        if all(key in row or key in renamed for key in needs):
+            return " ".join(f"{name}={key}" for key, name in renamed.items())
+    return ""
 
 
 def from_openai(row):
@@ -1411,24 +1399,22 @@ def from_openai(row):
 
 def check_marks(row, form, report):
     """Raises a ValueError if a row says that nobody should learn its answer. Counts what says neither."""
-    for key in TRAINED_KEYS:
-        value = dict.get(row, key)
-        number = MARKS.get(str(value).lower())
-        with contextlib.suppress(TypeError, ValueError):  # it is no number, and says nothing of training
-            number = float(value) if number is None else number
-        if number == 1:
+    # TRL's unpaired preferences have a label that is true or false; a number in it is a class
+    label = from_json(str(dict.get(row, "label")).lower())
+    marks = {key: from_json(str(dict.get(row, key)).lower()) for key in TRAINED_KEYS}
+    if isinstance(label, bool) and form != "text":
+        marks["label"] = label
+    for key, mark in marks.items():
+        if not isinstance(mark, int | float):
+            continue  # a text says nothing of training
+        if mark <= 0:
+            raise ValueError(f"{key!r} is {quoted(row[key])}: nobody should learn this answer: leave such "
+                             f"rows out of the file, or {key!r} if it means something else")
+        if mark == 1:
             row.get(key)  # it is read
-        elif number is not None and number <= 0:
-            raise ValueError(NOT_TO_LEARN.format(key, quoted(value)))
-        elif number is not None:
+        else:
             report.note(f"rows have a {key!r} other than 0 and 1: they are trained on like the others",
-                        example=value)
-    # TRL's unpaired preferences have a boolean; a number is a class
-    label = str(dict.get(row, "label")).lower()
-    if label == "false" and form != "text":
-        raise ValueError(NOT_TO_LEARN.format("label", quoted(row["label"])))
-    if label == "true":
-        row.get("label")
+                        example=mark)
     for key, value in dict.items(row) if form == PAIR else ():
         other = dict.get(row, key.replace("chosen", "rejected"))
         are_scores = SCORE.search(key) and all(isinstance(one, int | float) for one in (value, other))
@@ -1441,7 +1427,7 @@ def read_answers(row, keys):
     """-> (prompt, [the answer of each key]), which are all texts, or all lists of messages."""
     answers = [text_or_messages(row, key) for key in keys]
     prompt = text_or_messages(row, "prompt") if row.get("prompt") else ""
-    has_question = any(map(begins_with_question, answers))
+    has_question = any(begins_with_question(answer) for answer in answers)
     is_chat = any(isinstance(one, list) for one in (prompt, *answers))
     is_chat = is_chat or any(row.get(key) for key in OF_CONVERSATIONS)
     if len(keys) == 2 and not prompt and not has_question:
@@ -1460,13 +1446,11 @@ def read_answers(row, keys):
     if len(keys) == 1:
         begin = list(itertools.takewhile(lambda message: not is_answer(message), begin))
     if has_question and (isinstance(prompt, str) or prompt == begin[: len(prompt)]):
-        contents = [str(message.get("content")) for message in begin]
-        if isinstance(prompt, str) and not any(prompt.strip() in content for content in contents):
-            raise ValueError(f"the answers begin with {len(begin)} equal messages, and 'prompt' = "
-                             f"{quoted(prompt)} is in none of them")
-        if not begins_with_question(begin):
-            raise ValueError(f"the answers begin with {len(begin)} equal messages, and the user's question "
-                             "is in none of them")
+        is_there = any(str(prompt).strip() in str(message.get("content")) for message in begin)
+        if not begins_with_question(begin) or (isinstance(prompt, str) and not is_there):
+            missing = f"'prompt' = {quoted(prompt)}" if prompt else "the user's question"
+            raise ValueError(f"the answers begin with {len(begin)} equal messages, and {missing} is in none "
+                             "of them")
         repr([prompt, *[answer[: len(begin)] for answer in answers]])  # they are read, as `begin`
         answers = [answer[len(begin) :] for answer in answers]
         prompt = begin
@@ -1510,13 +1494,12 @@ def question_in(row, is_chat):
 
 def are_messages(value):
     """Whether a value is a list of messages. A text may be a JSON list of other objects."""
-    def is_message(one):
-        names = one.keys() if isinstance(one, dict) else ()
-        return ("role" in names and not SAID.isdisjoint(names)) or {"from", "value"} <= {*names}
-
-    roles = {*ROLES, *OTHER_ROLES}
-    return (isinstance(value, list) and bool(value) and all(map(is_message, value))
-            and any(dict.get(one, "role", dict.get(one, "from")) in roles for one in value))
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        return False
+    say_something = all({"from", "value"} <= one.keys() or ("role" in one and not SAID.isdisjoint(one))
+                        for one in value)
+    roles = {str(dict.get(one, "role", dict.get(one, "from"))) for one in value}
+    return say_something and not roles.isdisjoint([*ROLES, *OTHER_ROLES])
 
 
 def text_or_messages(row, key):
@@ -1595,45 +1578,39 @@ def from_json(value):
 
 
 def without_nulls(value, keep=(), lost=None):
-    """Removes keys whose value is null, at every depth, except the keys `keep` and what is inside of them.
-    lost: a list that gets the names of these keys."""
+    """A copy of a value, with Rows in place of dicts and without keys whose value is null, at every depth
+    except in the keys `keep`. lost: a set that gets the names of these keys."""
     if isinstance(value, list):
         return [without_nulls(item, keep, lost) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {}
+    found = Row(looked_at=value._looked_at if isinstance(value, Row) else None)
     for key, item in dict.items(value):
-        if key in keep:
-            found[key] = item
-        elif item is not None:
-            found[key] = without_nulls(item, keep, lost)
+        if item is not None or key in keep:
+            found[key] = item if key in keep else without_nulls(item, keep, lost)
         elif lost is not None:
-            lost.append(key)
-    return Row(found, value._looked_at) if isinstance(value, Row) else found
+            lost.add(key)
+    return found
 
 
 def read_tools(places, report):
     """The tools of a row, or None. places: the row, and its messages (GLM's and DeepSeek's tools)."""
-    must = "a tool of 'tools' must be an object"
-    given = []
-    for place in places:
-        for key in TOOLS_KEYS:
-            if place.get(key):
-                given.append(json_in(place, key, list, "'tools' must be a list of JSON schemas"))
-    given = [tools for tools in given if tools]
-    if any(others != given[0] for others in given):
+    given = [json_in(place, key, list, "'tools' must be a list of JSON schemas")
+             for place in places for key in TOOLS_KEYS if place.get(key)]
+    tools, *others = [tools for tools in given if tools] or [[]]
+    if any(other != tools for other in others):
         raise ValueError("'tools' or 'functions' of the row and of its messages are not the same")
-    repr(given[1:])  # they are looked at
-    tools = given[0] if given else []
+    repr(others)  # they are looked at
+    must = "a tool of 'tools' must be an object"
     for i in range(len(tools)):
         tool = json_in(tools, i, dict, must)
         tool.get("type")  # all are functions
         function = json_in(tool, "function", dict, must) if "function" in tool else tool
         text_in(function, "name")
         function["parameters"] = from_json(function.get("parameters"))
-    lost = []
+    lost = set()
     tools = without_nulls(tools, WITH_NULLS, lost)
-    lost = {*lost} - {"parameters"}
+    lost.discard("parameters")
     report.note("tools have keys that are null, which are read as absent", bool(lost), listing(lost))
     return tools or None
 
@@ -1677,7 +1654,9 @@ def check_messages(messages, tools=None, report=None):
     # for arguments
     schemas = {dict.get(function, "name"): dict.get(function, "parameters") for function in functions}
     checked = []
-    for given in rows_of(messages):
+    for given in messages:
+        if not isinstance(given, Row):
+            given = without_nulls(given, WITH_NULLS)
         message = check_message(given, schemas, report)
         before = checked[-1] if checked and given["role"] in CALL_ROLES else {}
         if before.get("role") == "assistant" and is_trained(before) == is_trained(message):
@@ -1699,11 +1678,10 @@ def check_message(given, schemas, report):
         calls.append(given["function_call"])
     calls = [read_call(calls, i, schemas, report) for i in range(len(calls))]
     # nulls in arguments may mean something; otherwise only an empty answer does
-    message = without_nulls(given, WITH_NULLS)
-    message = Row({key: value for key, value in dict.items(message) if key not in TRAINED_KEYS
-                   and (key == "content" or value not in ("", [], {}, "null"))}, given._looked_at)
-    message.pop("function_call", None)
-    message.pop("tool_calls", None)
+    message = Row(looked_at=given._looked_at)
+    for key, value in dict.items(without_nulls(given, WITH_NULLS)):
+        if key == "content" or (key not in CHECKED_KEYS and value not in (*EMPTY, "null")):
+            message[key] = value
     if calls:
         message["tool_calls"] = calls
     if message.get("role") in CALL_ROLES:
@@ -1713,7 +1691,17 @@ def check_message(given, schemas, report):
         message["role"] = role = OTHER_ROLES.get(role, role)
     if role not in ROLES:
         raise ValueError(f"unknown role {quoted(role)}; expected {', '.join(ROLES)}")
-    read_marks(given, message)
+    for key in TRAINED_KEYS:
+        value = dict.get(given, key)
+        if value in (None, "", "null"):
+            continue
+        mark = from_json(str(value).lower())
+        if mark not in (0, 1):
+            raise ValueError(f"{key!r} must be 0 or 1, got {quoted(value)}")
+        if mark == 0 or role == "assistant":
+            given.get(key)  # else it asks to train on what somebody else says: it is not looked at
+        if mark == 0:
+            message["weight"] = 0  # is_trained() reads it
     if not message.get("content") and "refusal" in message:  # OpenAI's answers have the one or the other
         message["content"] = message.pop("refusal")
     must = f"'content' of a message of {role!r} must be text"
@@ -1743,21 +1731,6 @@ def text_of_part(part, must):
     raise ValueError(f"{must}, got a part of the type {quoted(kind)}: {quoted(part)}; {expected}")
 
 
-def read_marks(given, message):
-    """Gives an answer that is not trained on the weight 0, which is_trained() reads."""
-    for key in TRAINED_KEYS:
-        value = dict.get(given, key)
-        if value in (None, "", "null"):
-            continue
-        mark = MARKS.get(str(value).lower())
-        if mark is None:
-            raise ValueError(f"{key!r} must be 0 or 1, got {quoted(value)}")
-        if mark == 0 or message["role"] == "assistant":
-            given.get(key)  # else it asks to train on what somebody else says: it is not looked at
-        if mark == 0:
-            message["weight"] = 0
-
-
 def is_trained(message):
     return bool(message.get("weight", 1))
 
@@ -1767,28 +1740,28 @@ def read_call(calls, i, schemas, report):
     must = "a call of a tool must be an object"
     call = json_in(calls, i, dict, must)
     call.get("type")  # all are functions
+    if isinstance(from_json(call.get("function")), str):  # the name alone
+        call = Row({"name": call.pop("function"), **call}, call._looked_at)
     function = json_in(call, "function", dict, must) if "function" in call else call
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError(f"'name' of a call of a tool must be text, got {quoted(name)}")
-    must = f"of a call of {quoted(name)} must be an object"
-    given = [json_in(place, key, dict, f"{key!r} {must}") for place in (function, call) for key in ARGUMENTS
-             if dict.get(place, key) not in (None, "")]
-    filled = [one for one in given if one]
-    if any(one != filled[0] for one in filled):
+    given = [json_in(place, key, dict, f"{key!r} of a call of {quoted(name)} must be an object")
+             for place in (function, call) for key in ARGUMENTS if dict.get(place, key) not in (None, "")]
+    arguments = next(filter(None, given), {})
+    if any(one not in ({}, arguments) for one in given):
         raise ValueError(f"a call of {quoted(name)} has two different {' or '.join(ARGUMENTS)}")
-    arguments = filled[0] if filled else {}
+    # beside arguments that are there and empty, only an object can be meant
     unread = {key for place in (function, call) for key, value in dict.items(place)
-              if value not in (None, "", [], {}) and key not in place._looked_at
-              and (isinstance(from_json(value), dict) or not given)}
-    unread -= {"id", "index", *ARGUMENTS}
+              if key not in ("id", "index") and key not in place._looked_at and value not in EMPTY
+              and (not given or isinstance(from_json(value), dict))}
     if unread and not arguments:
         raise ValueError(f"a call of {quoted(name)} has no arguments, but {listing(unread)}: arguments are "
                          f"read from {' or '.join(ARGUMENTS)}")
-    lost = []
+    lost = set()
     arguments = without_unnamed_nulls(arguments, schemas.get(name), lost)
     report.note("calls have arguments that are null and that the tool does not have: left out", bool(lost),
-                listing({*lost}))
+                listing(lost))
     # in the order of its keys, which templates may write
     said = {"arguments" if key in ARGUMENTS else key: value for key, value in dict.items(function)
             if value is not None and (key == "name" or key in ARGUMENTS or function is not call)}
@@ -1799,22 +1772,18 @@ def read_call(calls, i, schemas, report):
 
 
 def without_unnamed_nulls(value, schema, lost):
-    """Removes arguments that are null, and that the tool does not have: a table has a cell for each name.
-    What is left has no Rows: it is all shown to the model, or counted as lost."""
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if isinstance(value, list):
-        items = schema.get("items") if isinstance(schema, dict) else None
-        return [without_unnamed_nulls(item, items, lost) for item in value]
-    if not isinstance(value, dict):
+    """Removes arguments that are null, and that the tool does not have: a table has a cell for each name."""
+    repr(value)  # it is all shown to the model, or counted as lost
+    if not isinstance(schema, dict):
         return value
-    found = {}
-    for key, item in value.items():
-        if item is None and isinstance(properties, dict) and key not in properties:
-            lost.append(key)
-        else:
-            inner = properties.get(key) if isinstance(properties, dict) else None
-            found[key] = without_unnamed_nulls(item, inner, lost)
-    return found
+    if isinstance(value, list):
+        return [without_unnamed_nulls(item, schema.get("items"), lost) for item in value]
+    properties = schema.get("properties")
+    if not isinstance(value, dict) or not isinstance(properties, dict):
+        return value
+    lost.update(key for key, item in value.items() if item is None and key not in properties)
+    return {key: without_unnamed_nulls(item, properties.get(key), lost) for key, item in value.items()
+            if item is not None or key in properties}
 
 
 # ---------------- data files, tokenized once
@@ -2009,7 +1978,7 @@ def csv_examples(file):
 
 
 def table_examples(path, file_type):
-    """Yields the examples of a parquet or Arrow file, without the nulls of its columns' types."""
+    """Yields the examples of a parquet or Arrow file."""
     if file_type == "arrow":
         import datasets
 
@@ -2024,8 +1993,7 @@ def table_examples(path, file_type):
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
         batches = table.iter_batches(100, use_threads=False)
     for batch in batches:
-        for row in batch.to_pylist():
-            yield {key: without_nulls(value) for key, value in row.items()}
+        yield from batch.to_pylist()
 
 
 def tokenized(spec, tokenizer, columns=(), revisions=None):
