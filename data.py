@@ -1182,10 +1182,10 @@ COLUMN_NAMES = {
     "text": ["content", "body", "document", "article", "code", "passage"],
 }
 ROLES = "system", "developer", "user", "assistant", "tool"
-# what ShareGPT, LLaMA-Factory, ms-swift and OpenAI's first calls of functions call them
+# what ShareGPT, LLaMA-Factory, ms-swift, Gemini, LangChain and OpenAI's first calls of functions call them
 OTHER_ROLES = {
     "human": "user", "gpt": "assistant", "observation": "tool", "function": "tool", "tool_response": "tool",
-    "function_call": "assistant", "tool_call": "assistant",
+    "function_call": "assistant", "tool_call": "assistant", "model": "assistant", "ai": "assistant",
 }
 CALL_ROLES = "function_call", "tool_call"  # whose content is a call
 # with one of these, an object that has a role is a message
@@ -1821,12 +1821,8 @@ OTHER_FILES = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd: zstd -d makes the file that is read",
     b"\xfd7zXZ\0": "compressed by xz: xz -d makes the file that is read",
     b"BZh": "compressed by bzip2: bzip2 -d makes the file that is read",
-    b"7z\xbc\xaf": "a 7z archive: unpack it",
     b"ARROW1": "an Arrow file: pyarrow.feather.read_table() and to_pylist() read it",
     b"%PDF": "a PDF: save its text as .txt",
-    b"SQLite format 3": "a database of SQLite: sqlite3 -csv -header writes its tables",
-    b"\x80\x04": "a pickle, which may run code: save it as .jsonl",
-    b"\xd0\xcf\x11\xe0": "a .doc or .xls file: save its text as .csv or .txt",
 }
 
 
@@ -1929,28 +1925,24 @@ def json_examples(file):
         if is_first and start.startswith("[") and not are_messages(from_json(start)):
             items = json.loads(text + file.read(), object_pairs_hook=row_of_pairs)
             yield from enumerate(({"text": item} if isinstance(item, str) else item for item in items), 1)
-        elif start == "{":  # an object over several lines
-            text += file.read()
-            yield from ((line + n, one) for n, one in objects_in(text) or enumerate(text.splitlines()))
-        elif start.endswith("},") or re.search(r"\}\s*\{", start):
-            yield from ((line, one) for _, one in objects_in(text) or [(line, text)])
-        else:
-            yield line, text
+            return
         is_first = False
-
-
-def objects_in(text):
-    """The JSON objects that follow each other in a text -> [(lines before it, its text)], or None."""
-    found = []
-    position = 0
-    with contextlib.suppress(ValueError):
-        while text[position:].strip(" \t\r\n,"):
-            position = text.index("{", position)
-            _, stop = json.JSONDecoder().raw_decode(text, position)
-            found.append((text.count("\n", 0, position), text[position:stop]))
-            position = stop
-        return found
-    return None
+        if start == "{":  # an object over several lines
+            text += file.read()
+        # else an object a line, unless another one or a comma follows on it
+        elif not start.endswith("},") and not re.search(r"\}\s*\{", start):
+            yield line, text
+            continue
+        position = 0
+        try:
+            while text[position:].strip(" \t\r\n,"):
+                position = text.index("{", position)
+                _, stop = json.JSONDecoder().raw_decode(text, position)
+                yield line + text.count("\n", 0, position), text[position:stop]
+                position = stop
+        except ValueError:  # what is no object is a bad example
+            line += text.count("\n", 0, position)
+            yield from enumerate(text[position:].splitlines(), line)
 
 
 def csv_examples(file):
@@ -2758,9 +2750,9 @@ def print_data(args, loader, eval_loader, tokenizer):
         source = re.sub(r"^chat template \((.*)\)", r"\1", tokenizer.source)
         source = source.replace(f"{Path.cwd()}/", "")
         source = re.sub(r"(\S{30})\S+(\S{28})", r"\1...\2", source)  # a long path
-        say(textwrap.fill(f"chat template: {source}", 80, subsequent_indent="  "))
+        say_wrapped(f"chat template: {source}")
     if unused := unused_tokens(tokenizer, loader.documents.files):
-        say(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")
+        say_wrapped(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")
     documents = loader.documents
     for i in range(min(args.inspect or 0, len(documents.parts))):
         say(f"--- example {i + 1}, {documents.place(i)}, trained on: ⟦this⟧")
@@ -2774,12 +2766,17 @@ def print_loader(loader, files):
     say(f"  {count_of(len(loader.rows), 'rows')} of at most {loader.seq_len} tokens, {full:.1%} full")
 
 
+def say_wrapped(text):
+    say(textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False))
+
+
 def print_file(file):
     report = file.report
     formats = ", ".join(form for form in FORMATS if form in report.formats)
     say(f"{file.name}: {count_of(report.n_examples, 'examples')} ({formats})")
     # a small file may be held out as a whole
     say(f"  {file.n_tokens:,} tokens, {file.n_trained / max(file.n_tokens, 1):.1%} trained on")
+    notes = []
     if file.n_long:
         noun = "pairs" if PAIR in report.formats else "documents" if report.n_further else "examples"
         keeps = f"--seq_len {file.longest} keeps all"
@@ -2788,25 +2785,25 @@ def print_file(file):
             "truncate": f"and are cut; {keeps}",
             "split": f"and are split; {keeps} in one part",
         }
-        say(textwrap.fill(
-            f"note: {file.n_long:,} of {file.n_documents:,} {noun} are {file.too_long()} "
-            f"{ends[file.overflow]}", 80, initial_indent="  ", subsequent_indent="  "))
+        notes.append(f"note: {file.n_long:,} of {file.n_documents:,} {noun} are {file.too_long()} "
+                     f"{ends[file.overflow]}")
     if report.n_further:
         ratio = report.n_tokens / (report.n_tokens - report.n_further_tokens)
-        say(f"  {report.n_further:,} further documents, for answers that lose a thought in later turns: "
-            f"{ratio:.1f} times\n  the tokens; --train_on whole leaves such answers out")
+        notes.append(f"{report.n_further:,} further documents, for answers that lose a thought in later "
+                     f"turns: {ratio:.1f} times the tokens; --train_on whole leaves such answers out")
     if file.n_untrained:
-        say(f"  {file.n_untrained:,} without a token to train on: dropped; --inspect 3 shows which are "
-            "trained on")
-    if report.notes:
-        say(report.note_lines().lstrip("\n"))
+        notes.append(f"{file.n_untrained:,} without a token to train on: dropped; --inspect 3 shows which "
+                     "are trained on")
+    notes += report.note_lines().splitlines()
     if report.n_bad:
-        say(f"  {report.n_bad:,} cannot be trained on: dropped{report.errors}")
+        notes += f"{report.n_bad:,} cannot be trained on: dropped{report.errors}".splitlines()
     if report.unread:
         # nested ones first: they are more than metadata
         paths = sorted(report.unread, key=lambda path: (-path.count("."), path))
         named = ", ".join(f"{path} ({report.unread[path]:,})" for path in paths[:MAX_UNREAD_SHOWN])
-        say(f"  keys that are not read, and in how many examples: {named}")
+        notes.append(f"keys that are not read, and in how many examples: {named}")
+    for note in notes:
+        say_wrapped(f"  {note.strip()}")
 
 
 # ================================ model folders ================================

@@ -33,6 +33,11 @@ def tokenizer_of(path, template, **options):
     return data.Tokenizer(model_folder(path, template), **options)
 
 
+def unwrapped(capsys):
+    """What is printed, without the line breaks in long notes."""
+    return capsys.readouterr().out.replace("\n    ", " ")
+
+
 def refusal(row, tokenizer, columns=()):
     """What a row is refused with."""
     with pytest.raises(ValueError) as error:
@@ -131,7 +136,7 @@ def test_keys_of_messages_that_nobody_reads_are_listed(tmp_path, agent, capsys):
     _, file = read_rows(tmp_path, agent, row)
     data.print_file(file)
     expected = "messages.emotion (1), messages.loss (1), messages.name (1)"
-    assert f"\n  keys that are not read, and in how many examples: {expected}\n" in capsys.readouterr().out
+    assert f"\n  keys that are not read, and in how many examples: {expected}\n" in unwrapped(capsys)
 
 
 def test_a_key_that_the_template_reads_is_not_listed(tmp_path):
@@ -730,7 +735,7 @@ def test_a_prompt_that_opens_a_thought_ends_before_it_and_plain_answers_are_coun
     args = train.parse_args([])
     data.print_data(args, loader, None, tokenizer)
     assert ("3 answers have no reasoning although the prompt opens a thought: training on them teaches the model to "
-            "stop reasoning in its default mode") in capsys.readouterr().out
+            "stop reasoning in its default mode") in unwrapped(capsys)
 
 
 # ---------------------------------------------------------------- 14: configs and adapters
@@ -1305,7 +1310,7 @@ def test_a_key_that_nobody_reads_is_listed_at_any_depth(tmp_path, capsys):
     assert file.report.unread == expected
     data.print_file(file)
     assert ("messages.content.cached (1), messages.tool_calls.seconds (1), tools.function.strict (1), id (2)"
-            in capsys.readouterr().out)
+            in unwrapped(capsys))
 
 
 @pytest.mark.parametrize("row, columns, words", [
@@ -1358,6 +1363,13 @@ TURNS = [message("user", "2 + é?")], [message("assistant", "It is 4.")]
 def test_a_prompt_and_a_completion_are_texts_or_messages(tmp_path, tiny, prompt, completion):
     texts, _ = read_rows(tmp_path, tiny, {"prompt": prompt, "completion": completion})
     assert texts == [ASKED + ANSWERED]
+
+
+def test_an_answer_of_the_role_model_is_one_in_json_too(tmp_path, tiny):
+    turns = [message("user", "2 + é?"), message("model", "It is 4.")]
+    rows = [{"messages": turns}, {"prompt": "2 + é?", "completion": json.dumps(turns[1:])}]
+    texts, _ = read_rows(tmp_path, tiny, *rows)
+    assert texts == [ASKED + ANSWERED] * 2
 
 
 @pytest.mark.parametrize("answer", [

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 
 import pytest
-from conftest import HERE, on_ranks, pieces, run_ranks
+from conftest import HERE, build, on_ranks, pieces, run_ranks
 from test_bad_input import assert_says
 from test_formats import QUESTION, QWEN35, chat, jsonl, message, model_folder
 
@@ -263,6 +263,30 @@ def test_the_checksum_that_a_resume_compares_depends_on_the_share(tiny, tmp_path
         trained, held_out = open_data([path], share)
         checksums |= {trained.documents.checksum, held_out.documents.checksum}
     assert len(checksums) == 5
+
+
+def test_each_of_several_evaluation_files_has_a_loss(tmp_path):
+    model, args = build()
+    ranks = train.Ranks(False, 1800)
+    paths = [jsonl(tmp_path / f"{name}.jsonl", *rows_of(n, name)) for name, n in (("short", 5), ("longer one", 9))]
+
+    def evaluation(*eval_data):
+        args_of_data = train.parse_args(
+            ["--data", paths[0], "--eval_data", *eval_data, "--seq_len", "64", "--precision", "fp32"])
+        _, loader = data.open_data(args_of_data, data.Tokenizer(HERE / "tiny"), 4096, ranks)
+        return train.evaluate(model, loader, ranks, args)
+
+    both = evaluation(*paths)
+    alone = [evaluation(path) for path in paths]
+    losses = [one["eval_loss"] for one in alone]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+    # float32 sums, of other rows in a batch
+    assert [both[f"eval_loss_{path}"] for path in paths] == pytest.approx(losses, rel=1e-5)
+    n_tokens = [one["eval_tokens"] for one in alone]
+    assert both["eval_tokens"] == sum(n_tokens)
+    mean = sum(loss * n for loss, n in zip(losses, n_tokens)) / sum(n_tokens)
+    assert both["eval_loss"] == pytest.approx(mean, rel=1e-5)
+    assert not any(name.startswith("eval_loss_") for name in alone[0])
 
 
 # ---------------------------------------------------------------- a run
