@@ -1223,7 +1223,10 @@ class Row(dict):
 def noting(method):
     """A method of dict that notes the key that it gets, or all of them: json.dumps() calls items()."""
     def noting_method(row, *args):
-        row._looked_at.update(args[:1] or row)
+        if args:
+            row._looked_at.add(args[0])
+        else:
+            row._looked_at.update(row)
         return method(row, *args)
 
     return noting_method

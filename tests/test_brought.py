@@ -1279,7 +1279,8 @@ CITY = {"city": "Ulm"}
     {"type": "tool_use", "name": "weather", "input": CITY},
     {"function": {"name": "weather"}, "arguments": CITY},
     {"function": {"name": "weather", "arguments": {}}, "args": CITY},
-], ids=["LangChain", "Llama", "Anthropic", "beside the function", "beside empty ones"])
+    {"function": "weather", "arguments": CITY},
+], ids=["LangChain", "Llama", "Anthropic", "beside the function", "beside empty ones", "beside a name"])
 def test_arguments_are_read_by_the_names_that_they_have_elsewhere(agent, call):
     plain = message("assistant", None, tool_calls=[{"function": {"name": "weather", "arguments": CITY}}])
     given = message("assistant", None, tool_calls=[call])
