@@ -2053,6 +2053,7 @@ def sha256_of(path):
 
 
 def read_report(folder):
+    os.stat(folder / "report.json")  # an OSError if the folder has been removed from the cache
     content = read_json(folder / "report.json")
     if content != with_checksum(content):
         raise ValueError(f"{folder / 'report.json'}: damaged")
