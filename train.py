@@ -4683,10 +4683,10 @@ def card_named(text):
 def card_of(ranks):
     """-> the name in CARDS of this rank's GPU, or None. Of cards with one name it is the one as large."""
     found = cards_named(ranks.device_name)
-    if len(found) > 1:
-        n_bytes = torch.cuda.mem_get_info(ranks.device)[1]
-        found.sort(key=lambda name: abs(CARDS[name].gib * GIB - n_bytes))
-    return found[0] if found else None
+    if not found:
+        return None
+    n_bytes = torch.cuda.mem_get_info(ranks.device)[1]
+    return min(found, key=lambda name: abs(CARDS[name].gib * GIB - n_bytes))
 
 
 def time_of_step(run, policy, card, length=None):
@@ -5115,15 +5115,14 @@ def needed(run, limit, before, some, after):
     return [*needed(run, limit, before, some[:half], [*dear, *after]), *dear]
 
 
-def describe_other_methods(run, room):
+def describe_other_methods(run):
     """Yields a line: what adapters and 4 bits would need, for a run that does not fit."""
     lora, qlora = (need_with(run, [flag]).gpu for flag in ("--lora", "--qlora"))
     if not run.args.lora:
         yield (f"  All weights are trained. Adapters need {lora / GIB:.2f} GiB (--lora) or {qlora / GIB:.2f} "
                "(--qlora)")
     elif not run.args.qlora and qlora < math.inf:
-        verdict = "" if qlora <= room else ", which does not fit either"
-        yield f"  In 4 bits it needs {qlora / GIB:.2f} GiB: --qlora{verdict}"
+        yield f"  In 4 bits it needs {qlora / GIB:.2f} GiB: --qlora"
 
 
 def advise(run, room, argv):
@@ -5194,7 +5193,7 @@ def describe_plan(run, policy, room, argv=()):
     if least < need:
         yield f"  auto uses {need / GIB:.2f} GiB, for speed"
     if need > room:
-        yield from describe_other_methods(run, room)
+        yield from describe_other_methods(run)
     yield (f"memory plan, GiB of rank 0 of {run.world}, "
            f"micro-batches of {run.args.batch_size} x {run.length} tokens")
     titles = [f"{title}*" if title == name else title for title in phases]
