@@ -4263,14 +4263,11 @@ def kernels_on_paper(has_flash=None):
 @contextlib.contextmanager
 def replaced(calls):
     """A context with stand-ins in the place of `calls`: (module, name in it, stand-in)."""
-    originals = [getattr(place, name) for place, name, _ in calls]
-    try:
+    with contextlib.ExitStack() as originals:
         for place, name, stand_in in calls:
+            originals.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, stand_in)
         yield
-    finally:
-        for (place, name, _), original in zip(calls, originals):
-            setattr(place, name, original)
 
 
 # ---- a step on the meta device
@@ -4982,7 +4979,6 @@ def choices_for(run):
     # with the inputs of blocks offloaded, auto recomputes all blocks
     if args.activation_checkpointing == "auto" and "activations" not in args.offload:
         if args.qlora and not args.tiled_mlp:  # a tile dequantizes its weights again
-            # recompute no block, and keep fewer and fewer dequantized weights
             with_weights = [{"n_recomputed": 0, "n_weights_kept": n} for n in range(n_layers, 0, -1)]
         # Recompute more and more blocks, but not attention: its output is the cheapest thing to keep per
         # second that it saves, where documents are longer than about D tokens. Then recompute attention, too.
