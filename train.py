@@ -3716,8 +3716,8 @@ class LiveBytes:
         self.peaks[phase] = max(self.peaks.get(phase, 0), self.alive)
 
     def run(self, func, types, args, kwargs):
-        """Calls an operator, and counts what it makes. types: of arguments that are no plain tensors. Each kind
-        of operator returns by itself, and those of DTensors before any that reads a plain tensor."""
+        """Calls an operator, and counts what it makes. types: of arguments that are no plain tensors. Each
+        kind of operator returns by itself, and those of DTensors before any that reads a plain tensor."""
         name = func._opname
         if func.is_view and not types:  # a view
             return func(*args, **kwargs)
@@ -4489,7 +4489,8 @@ def repeats(step, block, period, n_more):
 
     def amounts_of(i):
         """{what: bytes of block i}: n_more times what adds up from period to period."""
-        amounts = Counter({"owned": n_more * sum(n for (place, _), n in step.owned[i].items() if place == "gpu")})
+        n_owned = sum(n for (place, _), n in step.owned[i].items() if place == "gpu")
+        amounts = Counter({"owned": n_more * n_owned})
         for phase in (phase for phase in step.starts if phase.block == i):
             for what in COUNTED:
                 amounts[phase[:2], what] = n_more * step.growth[phase][what]
@@ -4570,67 +4571,98 @@ class Card(NamedTuple):
     has_bf16: bool = True  # and FlashAttention with it
 
 
-# Cards whose TFLOP/s and GB/s two published tables have. GiB are measured on an H100 and an H200, and reports of
-# users for the others.
+# GiB are measured on an H100 and an H200; the others are reports of users, or estimates: 0.96 to 0.98 of the
+# name, 6 % less with ECC. TFLOP/s and GB/s are the vendor's, dense, written down from memory: those of twelve
+# cards were compared with published tables (tests/LOG.md).
 CARDS = {  # see cards_named()
+    "Quadro RTX 5000": Card(16, 15.5, has_bf16=False),
+    "Quadro RTX 6000": Card(24, 23.5, has_bf16=False),
+    "Quadro RTX 8000": Card(48, 47.4, has_bf16=False),
+    "Titan RTX": Card(24, 23.5, has_bf16=False),
+    "RTX 2060": Card(6, 5.8, 26, 336, 12, 12, 0, has_bf16=False),
+    "RTX 2060 Super": Card(8, 7.7, 29, 448, 12, 12, 0, has_bf16=False),
+    "RTX 2070": Card(8, 7.7, 30, 448, 12, 12, 0, has_bf16=False),
+    "RTX 2070 Super": Card(8, 7.7, 36, 448, 12, 12, 0, has_bf16=False),
+    "RTX 2080": Card(8, 7.7, 40, 448, 12, 12, 0, has_bf16=False),
+    "RTX 2080 Super": Card(8, 7.7, 45, 496, 12, 12, 0, has_bf16=False),
+    "RTX 2080 Ti": Card(11, 10.7, 54, 616, 12, 12, 0, has_bf16=False),
+    "RTX 3050 6GB": Card(6, 5.8, 14, 168, 12, 12, 9),
+    "RTX 3050 8GB": Card(8, 7.7, 18, 224, 12, 12, 12),
+    "RTX 3060": Card(12, 11.6, 26, 360, 25, 25, 18),
+    "RTX 3060 Ti": Card(8, 7.7, 32, 448, 25, 25, 22),
+    "RTX 3070": Card(8, 7.7, 41, 448, 25, 25, 28),
+    "RTX 3070 Ti": Card(8, 7.7, 43, 608, 25, 25, 30),
+    "RTX 3080 10GB": Card(10, 9.7, 60, 760, 25, 25, 41),
+    "RTX 3080 12GB": Card(12, 11.6, 61, 912, 25, 25, 42),
+    "RTX 3080 Ti": Card(12, 11.6, 68, 912, 25, 25, 47),
     "RTX 3090": Card(24, 23.6, 71, 936, 25, 25, 50),
+    "RTX 3090 Ti": Card(24, 23.6, 80, 1008, 25, 25, 55),
+    "RTX 4060": Card(8, 7.7, 30, 272, 12, 12, 21),
+    "RTX 4060 Ti 8GB": Card(8, 7.7, 44, 288, 12, 12, 31),
+    "RTX 4060 Ti 16GB": Card(16, 15.6, 44, 288, 12, 12, 31),
+    "RTX 4070": Card(12, 11.6, 58, 504, 25, 25, 42),
+    "RTX 4070 Super": Card(12, 11.6, 71, 504, 25, 25, 51),
+    "RTX 4070 Ti": Card(12, 11.6, 80, 504, 25, 25, 58),
+    "RTX 4070 Ti Super": Card(16, 15.6, 88, 672, 25, 25, 64),
+    "RTX 4080": Card(16, 15.6, 97, 717, 25, 25, 70),
+    "RTX 4080 Super": Card(16, 15.6, 104, 736, 25, 25, 75),
     "RTX 4090": Card(24, 23.6, 165, 1008, 25, 25, 120),
+    "RTX 5060": Card(8, 7.5, 38, 448, 27, 27, 27),
+    "RTX 5060 Ti 8GB": Card(8, 7.5, 47, 448, 27, 27, 34),
+    "RTX 5060 Ti 16GB": Card(16, 15.4, 47, 448, 27, 27, 34),
+    "RTX 5070": Card(12, 11.5, 62, 672, 55, 55, 44),
+    "RTX 5070 Ti": Card(16, 15.4, 88, 896, 55, 55, 63),
+    "RTX 5080": Card(16, 15.4, 113, 960, 55, 55, 81),
     "RTX 5090": Card(32, 31.3, 209, 1792, 55, 55, 150),
+    "A2000 6GB": Card(6, 5.7, 32, 288, 25, 25, 20),
+    "A2000 12GB": Card(12, 11.5, 32, 288, 25, 25, 20),
+    "A4000": Card(16, 15.5, 77, 448, 25, 25, 47),
+    "A4500": Card(20, 19.5, 95, 640, 25, 25, 58),
+    "A5000": Card(24, 23.5, 111, 768, 25, 25, 68),
+    "A5500": Card(24, 23.5, 136, 768, 25, 25, 84),
     "A6000": Card(48, 47.4, 155, 768, 25, 25, 95),
+    "RTX 2000 Ada": Card(16, 15.5, 48, 224, 12, 12, 29),
+    "RTX 4000 Ada": Card(20, 19.5, 107, 360, 25, 25, 66),
+    "RTX 4500 Ada": Card(24, 23.5, 159, 432, 25, 25, 97),
+    "RTX 5000 Ada": Card(32, 31.3, 261, 576, 25, 25, 150),
     "RTX 6000 Ada": Card(48, 47.4, 364, 960, 25, 25, 200),
     "T4": Card(16, 14.6, 65, 320, 12, 12, 0, has_bf16=False),
     "V100 16GB": Card(16, 15.7, 125, 900, 12, 150, 0, has_bf16=False),
     "V100 32GB": Card(32, 31.7, 125, 900, 12, 150, 0, has_bf16=False),
+    "A10": Card(24, 22.0, 125, 600, 25, 25, 77),
+    "A10G": Card(24, 22.1, 70, 600, 25, 25, 45),
     "A40": Card(48, 44.4, 150, 696, 25, 25, 92),
     "L4": Card(24, 22.0, 121, 300, 25, 25, 67),
+    "L40": Card(48, 44.4, 181, 864, 25, 25, 110),
     "L40S": Card(48, 44.4, 362, 864, 25, 25, 200),
     "A100 40GB": Card(40, 39.4, 312, 1555, 25, 300, 190),
     "A100 80GB": Card(80, 79.2, 312, 2039, 25, 300, 190),
     "H20": Card(96, 95.0, 148, 4000, 55, 450, 120),
     "H100": Card(80, 79.2, 989, 3350, 55, 450, 285),
     "H100 PCIe": Card(80, 79.2, 756, 2000, 55, 55, 215),
+    "H100 NVL": Card(94, 93.1, 835, 3900, 55, 300, 240),
     "H200": Card(141, 139.8, 989, 4800, 55, 450, 285),
+    "GH200": Card(96, 94.5, 989, 4000, 200, 450, 285),
     "B200": Card(180, 178.4, 2250, 8000, 55, 900, 0),
 }
-# All others, whose GiB are estimates: 0.96 to 0.98 of the name, 6 % less with ECC. A laptop's card has less than
-# the desktop's of the same number. A GB10, that of a DGX Spark, shares its memory with the host.
-BY_MEMORY = [
-    (Card(6, 5.8, has_bf16=False), "RTX 2060"),
-    (Card(8, 7.7, has_bf16=False), "RTX 2060 Super, RTX 2070, RTX 2070 Super, RTX 2080, RTX 2080 Super"),
-    (Card(11, 10.7, has_bf16=False), "RTX 2080 Ti"),
-    (Card(16, 15.5, has_bf16=False), "Quadro RTX 5000"),
-    (Card(24, 23.5, has_bf16=False), "Quadro RTX 6000, Titan RTX"),
-    (Card(48, 47.4, has_bf16=False), "Quadro RTX 8000"),
-    (Card(4, 3.8), "RTX 3050 Laptop 4GB, RTX 3050 Ti Laptop"),
-    (Card(6, 5.7), "RTX 3050 6GB, A2000 6GB, RTX 3050 Laptop 6GB, RTX 3060 Laptop, RTX 4050 Laptop"),
-    (Card(8, 7.7), "RTX 3050 8GB, RTX 3060 Ti, RTX 3070, RTX 3070 Ti, RTX 4060, RTX 4060 Ti 8GB, RTX 3070 Laptop, "
-                   "RTX 3070 Ti Laptop, RTX 3080 Laptop 8GB, RTX 4060 Laptop, RTX 4070 Laptop"),
-    (Card(8, 7.5), "RTX 5060, RTX 5060 Ti 8GB, RTX 5050 Laptop, RTX 5060 Laptop, RTX 5070 Laptop"),
-    (Card(10, 9.7), "RTX 3080 10GB"),
-    (Card(12, 11.5), "RTX 3060, RTX 3080 12GB, RTX 3080 Ti, RTX 4070, RTX 4070 Super, RTX 4070 Ti, RTX 5070, "
-                     "A2000 12GB, RTX 4080 Laptop, RTX 5070 Ti Laptop"),
-    (Card(16, 15.6), "RTX 4060 Ti 16GB, RTX 4070 Ti Super, RTX 4080, RTX 4080 Super"),
-    (Card(16, 15.4), "RTX 5060 Ti 16GB, RTX 5070 Ti, RTX 5080, A4000, RTX 2000 Ada, RTX 3080 Laptop 16GB, "
-                     "RTX 3080 Ti Laptop, RTX 4090 Laptop, RTX 5080 Laptop"),
-    (Card(20, 19.5), "A4500, RTX 4000 Ada"),
-    (Card(24, 23.5), "RTX 3090 Ti, A5000, A5500, A30, RTX 4500 Ada, RTX PRO 4000"),
-    (Card(24, 23.0), "RTX 5090 Laptop"),
-    (Card(24, 22.0), "A10, A10G"),
-    (Card(32, 31.3), "RTX 5000 Ada, RTX PRO 4500"),
-    (Card(40, 39.4), "A800 40GB"),
-    (Card(48, 47.3), "RTX PRO 5000 48GB"),
-    (Card(48, 44.4), "L40"),
-    (Card(72, 71.0), "RTX PRO 5000 72GB"),
-    (Card(80, 79.2), "A800 80GB, H800"),
-    (Card(94, 93.1), "H100 NVL"),
-    (Card(96, 94.97), "RTX PRO 6000, RTX PRO 6000 Max-Q"),
-    (Card(96, 94.5), "GH200"),
-    (Card(128, 119.2), "GB10"),
-    (Card(141, 139.8), "H200 NVL"),
-    (Card(186, 184.3), "GB200"),
-    (Card(288, 267.7), "B300, GB300"),
-]
-CARDS |= {name: card for card, names in BY_MEMORY for name in names.split(", ")}
+# {name: (GB, GiB)} of cards whose other figures were not found in two published tables. A GB10, that of a DGX
+# Spark, shares its memory with the host.
+CARDS |= {name: Card(gb, gib) for name, (gb, gib) in {
+    "RTX PRO 4000": (24, 23.5), "RTX PRO 4500": (32, 31.3), "RTX PRO 5000 48GB": (48, 47.3),
+    "RTX PRO 5000 72GB": (72, 71.0), "RTX PRO 6000": (96, 94.97), "RTX PRO 6000 Max-Q": (96, 94.97),
+    "GB10": (128, 119.2),
+    "A30": (24, 23.5), "A800 40GB": (40, 39.4), "A800 80GB": (80, 79.2), "H800": (80, 79.2),
+    "H200 NVL": (141, 139.8), "GB200": (186, 184.3), "B300": (288, 267.7), "GB300": (288, 276.8),
+}.items()}
+# {name: its GB} of a notebook: less than the desktop card of the same number has
+OF_LAPTOPS = {
+    "RTX 3050 Laptop 4GB": 4, "RTX 3050 Laptop 6GB": 6, "RTX 3050 Ti Laptop": 4, "RTX 3060 Laptop": 6,
+    "RTX 3070 Laptop": 8, "RTX 3070 Ti Laptop": 8, "RTX 3080 Laptop 8GB": 8, "RTX 3080 Laptop 16GB": 16,
+    "RTX 3080 Ti Laptop": 16, "RTX 4050 Laptop": 6, "RTX 4060 Laptop": 8, "RTX 4070 Laptop": 8,
+    "RTX 4080 Laptop": 12, "RTX 4090 Laptop": 16, "RTX 5050 Laptop": 8, "RTX 5060 Laptop": 8,
+    "RTX 5070 Laptop": 8, "RTX 5070 Ti Laptop": 12, "RTX 5080 Laptop": 16, "RTX 5090 Laptop": 24,
+}
+CARDS |= {name: Card(gb, round(0.96 * gb, 1)) for name, gb in OF_LAPTOPS.items()}
 # what names of devices have beside a card's own words
 FILLERS = set("NVIDIA GEFORCE TESLA GENERATION GRAPHICS GPU BLACKWELL WORKSTATION SERVER EDITION ACTIVE DGX "
               "HGX NVL72 SXM SXM2 SXM3 SXM4 SXM5 SXM6 AC HBM2 HBM2E HBM3 HBM3E 480GB".split())
