@@ -1403,10 +1403,10 @@ def from_openai(row):
 def check_marks(row, form, report):
     """Raises a ValueError if a row says that nobody should learn its answer. Counts what says neither."""
     # TRL's unpaired preferences have a label that is true or false; a number in it is a class
-    label = from_json(str(dict.get(row, "label")).lower())
-    marks = {key: from_json(str(dict.get(row, key)).lower()) for key in TRAINED_KEYS}
-    if isinstance(label, bool) and form != "text":
-        marks["label"] = label
+    marks = {key: from_json(str(dict.get(row, key)).lower())
+             for key in (*TRAINED_KEYS, "label") if key in row}
+    if not isinstance(marks.get("label"), bool) or form == "text":
+        marks.pop("label", None)
     for key, mark in marks.items():
         if not isinstance(mark, int | float):
             continue  # a text says nothing of training
@@ -1681,15 +1681,16 @@ def check_message(given, schemas, report):
         calls.append(given["function_call"])
     calls = [read_call(calls, i, schemas, report) for i in range(len(calls))]
     # nulls in arguments may mean something; otherwise only an empty answer does
-    message = Row(looked_at=given._looked_at)
+    message = {}  # a Row in the end: this function reads a few keys many times
+    given._looked_at.update(("role", "content"))
     for key, value in dict.items(without_nulls(given, WITH_NULLS)):
         if key == "content" or (key not in CHECKED_KEYS and value not in (*EMPTY, "null")):
             message[key] = value
     if calls:
         message["tool_calls"] = calls
-    if message.get("role") in CALL_ROLES:
-        del message["content"]
     role = message.get("role")
+    if role in CALL_ROLES:
+        del message["content"]
     if isinstance(role, str):
         message["role"] = role = OTHER_ROLES.get(role, role)
     if role not in ROLES:
@@ -1706,18 +1707,18 @@ def check_message(given, schemas, report):
         if mark == 0:
             message["weight"] = 0  # is_trained() reads it
     if not message.get("content") and "refusal" in message:  # OpenAI's answers have the one or the other
-        message["content"] = message.pop("refusal")
+        message["content"] = given.get("refusal")
+        del message["refusal"]
     must = f"'content' of a message of {role!r} must be text"
     if isinstance(message.get("content"), list):
         message["content"] = "".join(text_of_part(part, must) for part in message["content"])
     content = message.get("content")
     if not isinstance(content, str) and (content is not None or not calls):
         raise ValueError(f"{must}, got {quoted(content)}; its keys: {listing(message)}")
-    thoughts = [text_in(message, key) for key in THOUGHTS if key in message]
+    thoughts = [text_in(given, key) for key in THOUGHTS if key in message]
     if thoughts:  # templates read it by the first or by the second of these names
-        message = Row({"thinking": thoughts[0]}, given._looked_at) | message
-        message["reasoning_content"] = thoughts[0]
-    return message
+        message = {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]}
+    return Row(message, given._looked_at)
 
 
 def text_of_part(part, must):
@@ -2754,9 +2755,9 @@ def print_data(args, loader, eval_loader, tokenizer):
         source = re.sub(r"^chat template \((.*)\)", r"\1", tokenizer.source)
         source = source.replace(f"{Path.cwd()}/", "")
         source = re.sub(r"(\S{30})\S+(\S{28})", r"\1...\2", source)  # a long path
-        say_wrapped(f"chat template: {source}")
+        say(textwrap.fill(f"chat template: {source}", 80, subsequent_indent="  "))
     if unused := unused_tokens(tokenizer, loader.documents.files):
-        say_wrapped(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")
+        say(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")
     documents = loader.documents
     for i in range(min(args.inspect or 0, len(documents.parts))):
         say(f"--- example {i + 1}, {documents.place(i)}, trained on: ⟦this⟧")
@@ -2768,10 +2769,6 @@ def print_loader(loader, files):
         print_file(file)
     full = loader.per_row.tokens.sum() / (len(loader.rows) * loader.seq_len)
     say(f"  {count_of(len(loader.rows), 'rows')} of at most {loader.seq_len} tokens, {full:.1%} full")
-
-
-def say_wrapped(text):
-    say(textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False))
 
 
 def print_file(file):
@@ -2806,8 +2803,8 @@ def print_file(file):
         paths = sorted(report.unread, key=lambda path: (-path.count("."), path))
         named = ", ".join(f"{path} ({report.unread[path]:,})" for path in paths[:MAX_UNREAD_SHOWN])
         notes.append(f"keys that are not read, and in how many examples: {named}")
-    for note in notes:
-        say_wrapped(f"  {note.strip()}")
+    for note in filter(str.strip, notes):  # a line each, so that it can be searched for
+        say(f"  {note.strip()}")
 
 
 # ================================ model folders ================================
