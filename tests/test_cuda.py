@@ -381,7 +381,7 @@ def test_the_plan_is_what_a_gpu_run_of_real_widths_takes(run_changed, tmp_path, 
     measured_gib = json.loads(line)["mem_gib"]
     # The plan counts the mean number of documents in a row. A batch of 8 rows has a few more, gaps for one, and for
     # each attention's backward has 1 MiB of float32 dq.
-    rounding_gib = 3 / 1024
+    rounding_gib = 4 / 1024
     if not LOADED and torch.cuda.get_device_capability() >= (9, 0):
         measured_gib -= 2**-4  # cuBLAS's workspaces of 2 x 32 MiB on Hopper, which the plan counts apart
         if "--resident_blocks 0 --ce_chunk" in flags:
