@@ -5113,19 +5113,23 @@ def climb(run, room):
     # --optim_in_backward is refused beside --grad_accum, and may be worth more
     ladders = ladder, [option for option in ladder if "--grad_accum" not in option]
     both = [usable(run, options) for options in ladders]
-    options = next((each for each in both if need_with(run, each).gpu <= room), None)
-    limit = room
-    if options:
-        # with more and more options a run needs less and less memory
-        def suffices(n_options):
-            return need_with(run, options[:n_options]).gpu <= room
-
-        options = options[: bisect.bisect_left(range(len(options)), True, key=suffices)]
+    fitting = [cheapest(run, options, room) for options in both if need_with(run, options).gpu <= room]
+    if fitting:
+        options = min(fitting, key=lambda each: max(map(ladder.index, each), default=0))  # by the dearest
+        limit = room
     else:
         options = min(both, key=lambda each: need_with(run, each).gpu)
         limit = 1.01 * need_with(run, options).gpu
     options = needed(run, limit, [], options, [])
     return options, need_with(run, options)
+
+
+def cheapest(run, options, room):
+    """-> the first of some options that make a run fit. With more and more of them it needs less memory."""
+    def suffices(n_options):
+        return need_with(run, options[:n_options]).gpu <= room
+
+    return options[: bisect.bisect_left(range(len(options)), True, key=suffices)]
 
 
 def needed(run, limit, before, some, after):
