@@ -192,10 +192,13 @@ def make_folder(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
-def put_in_place(part, path):
+def put_in_place(part, path, keep_older=False):
+    """keep_older: a folder that is there stays, because others may be reading it."""
     for made in (*part.rglob("*"), part):
         sync(made)  # first, or a power cut could leave the new name with files that are not on the disk
     if part.is_dir() and os.path.lexists(path):
+        if keep_older:
+            return
         remove_complete(path)  # a folder cannot be renamed to one that has files
     rename(part, path)
     sync(path.parent)
@@ -2018,8 +2021,7 @@ def tokenized(spec, tokenizer, columns=(), revisions=None):
                 # or the tokens of a new file would stand under the name of the old one, for all later runs
                 if [sha256_of(path) for path in (__file__, *paths)] != contents:
                     raise ValueError("changed while it was read: start again when it is complete")
-                if not os.path.lexists(folder):  # another job may have made the same entry
-                    put_in_place(unfinished, folder)
+                put_in_place(unfinished, folder, keep_older=True)  # another job may have made the same entry
     except ValueError as error:
         raise type(error)(f"{spec}: {error}") from error
     return folder
