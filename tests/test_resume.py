@@ -839,7 +839,7 @@ def test_a_first_save_that_fails_speaks_of_no_older_checkpoints(tmp_path, monkey
         raise OSError("No space left")
 
     monkeypatch.setattr(train, "write_rows", write_rows)
-    train.Saver(tmp_path, 1, ALONE).save({"w": torch.ones(2)}, state_of(1))
+    train.Saver(tmp_path, 1, ALONE, state_of(0)).save({"w": torch.ones(2)}, state_of(1))
     assert "NOT written: No space left. There is no older one; steps" in capsys.readouterr().out
 
 
@@ -941,8 +941,8 @@ def test_a_run_resumes_on_the_commit_of_the_model_that_it_began_with(six_rows, t
     assert train.launch([*argv, "--steps", "1"]) == 0
     newest = "f" * 40
     assert train.launch([*argv, "--steps", "2"]) == 0
-    # the weights after config.json, and of its commit
-    assert asked == [None, COMMIT, COMMIT, COMMIT]
+    # each start asks for config.json to say what it needs without a GPU, again for the run, and then for the weights
+    assert asked == [None, *[COMMIT] * 5]
     assert data.read_json(tmp_path / "run/args.json")["revisions"] == {"a/b": COMMIT}
 
 
@@ -968,7 +968,10 @@ def test_an_adapter_of_the_hub_is_fetched_and_pinned_as_its_base_is(six_rows, tm
     newest = {"a/base": "e" * 40, "a/adapter": "f" * 40}
     assert train.launch([*argv, "--steps", "2"]) == 0
     base = ("a/base", COMMIT)
-    assert asked == [("a/adapter", None), ("a/base", None), base, ("a/adapter", "a" * 40), base, base]
+    adapter = ("a/adapter", "a" * 40)
+    first_of_all = [("a/adapter", None), ("a/base", None)]
+    # configs to say what a start needs without a GPU, configs for the run, and the weights of the base
+    assert asked == [*first_of_all, adapter, base, base, adapter, base, adapter, base, base]
     asked.clear()
     assert train.launch(["--merge", "--model", str(out)]) == 0
     assert asked == [base, base]
