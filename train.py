@@ -673,7 +673,7 @@ def open_model(args, ranks, revisions=None):
     with ranks.agree():
         # --inspect looks at data alone: it downloads no weights for them
         without_weights = args.random_init or bool(args.inspect)
-        trains = args.data and not args.inspect
+        trains = args.data and not (args.inspect or args.chat or args.export)
         if trains and ranks.device.type == "cpu" and ranks.rank == 0:
             say_need_without_gpu(args, ranks, revisions)
         opened = open_config(args, ranks.world, ranks.device, without_weights, revisions)

@@ -478,7 +478,8 @@ def test_a_file_that_cannot_be_right_is_refused(token_file, content, message):
 
 
 @pytest.mark.parametrize("tokens, message", [
-    ([" "], "expected text without blanks around it"),
+    ([" "], "expected a value, got an empty string"),
+    (["a "], "expected text without blanks around it"),
     (["<a>", "<b>", "<a>"], "<a>: given more than once"),
     # what ends like a file is one: it would be a strange token, and is a likely misspelling
     (["toknes.txt"], "no such file"),
