@@ -470,7 +470,7 @@ def test_a_checkpoint_is_announced_when_rank_0_sees_the_files_of_all(tmp_path, m
         rank=0, world=2, gather=lambda value: [value, [] if isinstance(value, list) else files], say=said.append,
         agree=lambda end_run: contextlib.nullcontext())
     monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
-    train.Saver(tmp_path, 1, ranks).save({"a": torch.ones(1)}, state_of(1))
+    train.Saver(tmp_path, 1, ranks, state_of(0)).save({"a": torch.ones(1)}, state_of(1))
     assert said[0].startswith("checkpoint-1 was NOT written: ")
     assert "rank-00001-of-00002.safetensors" in said[0]
     assert steps_of(tmp_path) == []
