@@ -572,7 +572,8 @@ STUCK = {
     "stopped in loading": Stuck(
         stop_this_process, "data", "stacked_rows", "build > load_weights_ > agree > gather (train.py:"),
     "a stuck disk in a save": Stuck(
-        read_from_a_dead_disk, "train", "write_rows", "save > save > agree > gather (train.py:"),
+        # rank 0 calls write_rows() in a rehearsal, too
+        read_from_a_dead_disk, "train", "rows_of_rank", "save > save > agree > gather (train.py:"),
 }
 
 
