@@ -656,8 +656,9 @@ def test_each_choice_of_auto_needs_at_most_the_memory_of_the_one_before(preset, 
     run = planned(["--model", preset, "--seq_len", 4096, *flags.split()], config, 2).run
     choices = [train.policy_of(4, **choice) for choice in train.choices_for(run)]
     peaks = [train.planned_bytes(run, choice) for choice in choices]
-    # or bisecting could miss the fastest that fits; what it finds fits in any case
-    assert all(after <= 1.004 * before for before, after in itertools.pairwise(peaks))
+    # Or bisecting could miss the fastest that fits; what it finds fits in any case. Where all blocks are recomputed,
+    # Muse's last choices need 0.8 % more than the one before: the peak is then in a block, and no longer in its head.
+    assert all(after <= 1.009 * before for before, after in itertools.pairwise(peaks))
 
 
 # ---------------------------------------------------------------- the search for what fits
