@@ -421,7 +421,7 @@ def test_adapters_on_in_proj_a_and_b_are_taken_and_are_no_default(tmp_path):
     ("output_gate_type", "sigmoid", "swish"),
     ("linear_value_head_dim", 16, "linear_key_head_dim"),
     ("linear_num_key_heads", 4, "linear_num_value_heads"),
-    ("partial_rotary_factor", 0.25, "rope_parameters.partial_rotary_factor = 0.5 differs"),
+    ("partial_rotary_factor", 0.25, "0.5 differs from 0.25, which the file has, too"),
     ("mamba_ssm_dtype", "bfloat16", "float32"),
     ("num_experts", 4, "absent for others"),
 ])
