@@ -189,7 +189,7 @@ def kill(n=200, seed=0):
     n_bad = n_finished = 0
     with tempfile.TemporaryDirectory() as folder:
         shared = [*write_inputs(Path(folder, "inputs"), SHAPE), "--steps", STEPS]
-        evaluated = ["--eval_data", "0.05", "--eval_every", 1]
+        evaluated = ["--data", *train.DEMO_DATA, "--eval_data", "0.05", "--eval_every", 1]
         for method, flags in (("full", []), ("lora", ["--lora", "--lora_dropout", 0.1]), ("evaluated", evaluated)):
             reference = Path(folder, method)
             _, said, codes = run_ranks(WORLD, [*shared, *flags, "--keep", 100], reference)
