@@ -4713,8 +4713,8 @@ def card_named(text):
 def card_of(ranks):
     """-> the name in CARDS of this rank's GPU, or None. Of cards with one name it is the one as large."""
     found = cards_named(ranks.device_name)
-    if not found:
-        return None
+    if len(found) < 2:
+        return found[0] if found else None
     n_bytes = torch.cuda.mem_get_info(ranks.device)[1]
     return min(found, key=lambda name: abs(CARDS[name].gib * GIB - n_bytes))
 
