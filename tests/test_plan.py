@@ -458,6 +458,7 @@ def count_fork(name, changed, *args):
     return count(*args)
 
 
+@pytest.mark.unperturbed
 @pytest.mark.bf16  # oneDNN's kernels of some CPUs allocate copies
 @pytest.mark.parametrize("flags", [
     "--ce_chunk 64",
@@ -486,6 +487,7 @@ class ZLossHead(lm.LMHead):
         return losses_C + logits_CV.logsumexp(-1).square(), {"cross_entropy": losses_C}
 
 
+@pytest.mark.unperturbed
 @pytest.mark.bf16
 @pytest.mark.parametrize("flags", ["--lora --ce_chunk 512", "--ce_chunk 512 --batch_size 2", "--lora --no-chunked_ce"])
 def test_a_forks_loss_is_planned_without_an_edit(tmp_path, monkeypatch, flags):
@@ -514,6 +516,7 @@ def count_pairs(*args):
     return count(*args)
 
 
+@pytest.mark.unperturbed
 @pytest.mark.bf16
 @pytest.mark.parametrize("flags", ["--ce_chunk 64", "--lora --activation_checkpointing 5 --ce_chunk 64"])
 def test_a_forks_sharding_is_planned_without_an_edit(tmp_path, monkeypatch, flags):
