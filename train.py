@@ -532,7 +532,8 @@ class RunSpec(NamedTuple):
 
     @property
     def streams(self):
-        return streams_weights(self.args, self.world)
+        """Whether StreamedWeights, and not FSDP2, brings what is frozen."""
+        return carrier_of(self.args, self.world) == "StreamedWeights"
 
 
 def open_config(args, world, device, random_init, revisions=None):
@@ -962,12 +963,12 @@ def build(model, run, policy, ranks, load_weights):
     if args.sequence_parallel > 1:
         model.sequence_group, _ = dist.new_subgroups(args.sequence_parallel, timeout=ranks.step_limit)
     if args.fsdp2:
-        shard_(model, args, device, policy.streamed)
+        shard_(model, args, device, policy.on_host)
     # until here the model is on the meta device, so a rank allocates no more than its own shard
-    on_host = allocate_(model, run, policy, device)
+    streamed = allocate_(model, run, policy, device)
     load_weights(model)
     # these two live on in the hooks that they register on modules
-    host_pages = StreamedWeights(on_host, device).host_pages if on_host else {}
+    host_pages = StreamedWeights(streamed, device).host_pages if streamed else {}
     if run.streams and not run.trains_vocabulary:
         StreamedVocabulary(model, device)
     # on a CPU, activations are in host memory already
@@ -1164,9 +1165,9 @@ def shard_bytes_on_old_torch_():
     _fsdp_param.FSDPParam.init_dtype_attrs = init_dtypes
 
 
-def shard_(model, args, device, streamed=None):
+def shard_(model, args, device, on_host=None):
     """FSDP2 (arXiv:2304.11277) shards each parameter on dim 0. A block is gathered before it runs and freed
-    after it, in the forward and in the backward. streamed: see BlockPolicy; by default all blocks."""
+    after it, in the forward and in the backward. on_host: see BlockPolicy; by default all blocks."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shard_bytes_on_old_torch_()
@@ -1185,8 +1186,8 @@ def shard_(model, args, device, streamed=None):
     pin_memory = device.type != "cpu"
     offload = CPUOffloadPolicy(pin_memory) if "params" in args.offload else stay
     ignored = set()
-    resident = set() if streamed is None else {*range(len(model.model.layers))} - {*streamed}
-    if streams_weights(args, dist.get_world_size()):
+    resident = set() if on_host is None else {*range(len(model.model.layers))} - {*on_host}
+    if carrier_of(args, dist.get_world_size()) == "StreamedWeights":
         ignored.update(frozen_of(model))
         resident = set()  # FSDP2 has only what is trained, and all of that is in host memory
     shard = functools.partial(
@@ -1226,16 +1227,18 @@ def shard_(model, args, device, streamed=None):
     shard(model, reshard_after_forward=False)
 
 
+def carrier_of(args, world):
+    """-> what brings a frozen weight of a block, by the table above: "FSDP2", "StreamedWeights" or None."""
+    if not args.fsdp2:
+        return None
+    # Where a rank has all rows, FSDP2 would copy a unit on the compute stream, where nothing hides the copy,
+    # and then once more, from GPU memory to GPU memory. Shared rows it gathers ahead.
+    return "StreamedWeights" if offloads_frozen(args) and world == args.replicas else "FSDP2"
+
+
 def offloads_frozen(args):
-    # of the blocks, all but those of --resident_blocks
+    """Whether they lie in host memory, but for those of --resident_blocks."""
     return args.lora and "params" in args.offload
-
-
-def streams_weights(args, world):
-    """Whether StreamedWeights and StreamedVocabulary, not FSDP2, bring frozen weights from host memory."""
-    # Only where a rank has all rows. There FSDP2 would copy a unit on the compute stream, where nothing hides
-    # the copy, and then once more, from GPU memory to GPU memory. Shared rows it gathers ahead.
-    return offloads_frozen(args) and world == args.replicas
 
 
 def frozen_of(module):
@@ -1264,14 +1267,14 @@ def allocate_(model, run, policy, device):
     if not offloads_frozen(run.args):
         return []
     layers = model.model.layers
-    streamed = [layers[i] for i in policy.streamed]
-    on_device = [p for block in layers if block not in streamed for p in frozen_of(block)]
+    on_host = [layers[i] for i in policy.on_host]
+    on_device = [p for block in layers if block not in on_host for p in frozen_of(block)]
     if run.streams:
         # vectors are not worth a copy in each pass, and FSDP2 ignores all that is frozen, the last norm too
-        on_device += [p for module in (*streamed, model.model.norm) for p in frozen_of(module) if p.dim() < 2]
+        on_device += [p for module in (*on_host, model.model.norm) for p in frozen_of(module) if p.dim() < 2]
     for p in on_device:
         move_(p, device)
-    return streamed if run.streams else []
+    return on_host if run.streams else []
 
 
 def move_(p, device):  # a function, because the plan counts what it moves
@@ -4923,7 +4926,7 @@ class BlockPolicy(NamedTuple):
         return sum(getattr(kept, what) for kept in self.blocks)
 
     @property
-    def streamed(self):
+    def on_host(self):
         """Numbers of the blocks whose frozen weights --offload params has in host memory."""
         return [i for i, kept in enumerate(self.blocks) if not kept.resident]
 
@@ -4931,14 +4934,14 @@ class BlockPolicy(NamedTuple):
 def policy_of(n_layers, n_recomputed, n_weights_kept=0, n_attention_kept=0, n_resident=0, segment=lm.SEGMENT):
     """-> BlockPolicy of so many blocks each. Kept says which blocks these are."""
 
-    def n_streamed_below(i):
+    def n_on_host_below(i):
         return i * (n_layers - n_resident) // n_layers
 
     blocks = [
         Kept(recomputed=i < n_recomputed,
              attention=n_recomputed - n_attention_kept <= i < n_recomputed,
              weights=i >= n_layers - n_weights_kept,
-             resident=n_streamed_below(i + 1) == n_streamed_below(i))
+             resident=n_on_host_below(i + 1) == n_on_host_below(i))
         for i in range(n_layers)]
     return BlockPolicy(tuple(blocks), segment)
 

@@ -610,7 +610,7 @@ def check_where_blocks_are():
     def load_and_check_(model, *rest, **flags):
         load_weights_(model, *rest, **flags)
         layers = model.model.layers
-        streamed = train.policy_of(len(layers), 0, n_resident=2).streamed
+        streamed = train.policy_of(len(layers), 0, n_resident=2).on_host
         for i, block in enumerate(layers):
             for p in block.parameters():
                 stays = not p.requires_grad and i not in streamed

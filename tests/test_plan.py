@@ -499,7 +499,7 @@ def test_a_forks_loss_is_planned_without_an_edit(tmp_path, monkeypatch, flags):
     assert plan == pytest.approx(counted, rel=0.02)
 
 
-def shard_in_pairs_(model, args, device, streamed=None):
+def shard_in_pairs_(model, args, device, on_host=None):
     """A fork's shard_(): two blocks are one unit of FSDP2, and embedding and head belong to the root."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(

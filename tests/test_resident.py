@@ -142,7 +142,7 @@ def damage_and_run(argv):
 @pytest.mark.parametrize("n_layers", [1, 2, 5, 32, 61])
 def test_streamed_blocks_are_as_many_as_asked_and_spread_evenly(n_layers):
     for n_resident in range(n_layers + 1):
-        streamed = train.policy_of(n_layers, 0, n_resident=n_resident).streamed
+        streamed = train.policy_of(n_layers, 0, n_resident=n_resident).on_host
         assert len(streamed) == n_layers - n_resident
         distances = {after - before for before, after in itertools.pairwise([-1, *streamed])}
         # or some copies would have less time than others; the last distance of a row may be any
@@ -163,7 +163,7 @@ def streamed_model(device, n_resident, events):
     for block in model.model.layers:
         lm.recompute_(block)
     layers = model.model.layers
-    numbers = train.policy_of(N_LAYERS, 0, n_resident=n_resident).streamed
+    numbers = train.policy_of(N_LAYERS, 0, n_resident=n_resident).on_host
     for i, block in enumerate(layers):
         block.register_forward_pre_hook(lambda block, inputs, i=i: events.append(("forward", i)))
         block.register_forward_hook(functools.partial(note_backward, events, i))
@@ -204,7 +204,7 @@ def test_only_streamed_blocks_are_copied_each_ahead_of_its_use(device, n_residen
             torch.nn.init.constant_(p, 0.01)
     expected = gradients(plain, tokens)
     if n_resident == N_LAYERS:
-        assert train.policy_of(N_LAYERS, 0, n_resident=n_resident).streamed == []
+        assert train.policy_of(N_LAYERS, 0, n_resident=n_resident).on_host == []
         return
     events = []
     model, numbers, _ = streamed_model(device, n_resident, events)
