@@ -6,8 +6,8 @@ Two tensors are never materialized. Attention scores (T*T per head): the kernels
 Logits (8,192 x 128,256 x 4 bytes = 3.9 GiB): the loss overwrites them with their gradient in the forward,
 chunk by chunk (Liger, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009).
 
-Read Transformer.forward first, then Block. What follows "LoRA" edits a finished model. To use the model
-elsewhere, copy this file and nf4.py.
+Read Transformer.forward first, then Block. "LoRA" and the section after it edit a finished model. The last
+section reads a config.json. To use the model elsewhere, copy this file and nf4.py.
 
 Shapes are in the names:
 
@@ -1392,8 +1392,8 @@ def switch_adapters_(model, on):
 
 
 # ---------------- precision, compile, tiles, recomputed blocks
-# Each of these edits a finished model. After on_meta, build() in train.py calls compile_, tile_mlp_,
-# recompute_ and fully_shard, from the inside out: each wraps what is there.
+# Each of these edits a finished model. After on_meta, build() in train.py calls compile_, wrap_blocks_, which
+# calls tile_mlp_ and recompute_, and shard_, from the inside out: each wraps what is there.
 
 
 def set_precision_(model, precision):
