@@ -338,9 +338,10 @@ class Ranks:
                 # A restarted rank gets the store of the dead ones, with their addresses. So each start uses
                 # names of its own (pytorch #135712).
                 store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-        elif os.environ.get("SLURM_NTASKS", "1") != "1":  # tasks of the job, or of the srun that started this
-            data.say(f"note: SLURM has {os.environ['SLURM_NTASKS']} tasks, and this one trains alone: "
-                     "`srun torchrun ... train.py` makes them ranks of one run", to_stderr=True)
+        for name in () if under_torchrun else ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+            if os.environ.get(name, "1") != "1":  # tasks of the job, of srun or of mpirun
+                data.say(f"note: {name} is {os.environ[name]}, and this task trains alone: `srun torchrun "
+                         "... train.py`, on each machine once, makes ranks of one run", to_stderr=True)
         if under_torchrun or want_group:
             # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -722,7 +723,8 @@ def what_is_trained(args, opened, resumed, ranks):
     about["--resume"] = "given" if args.resume else "not given"
     about |= {f"config.json's {key}": value for key, value in dataclasses.asdict(opened.config).items()}
     tokenizer = opened.tokenizer
-    texts = tokenizer.core.to_str(), tokenizer.bos_ids, tokenizer.eos_ids, tokenizer.variables
+    texts = [tokenizer.core.to_str(), tokenizer.bos_ids, tokenizer.eos_ids, tokenizer.variables,
+             sorted(tokenizer.stop_ids)]  # where an answer of --sample ends
     about["checksum of the tokenizer"] = zlib.crc32(repr(texts).encode())
     about["checksum of the chat template"] = zlib.crc32(repr(tokenizer.template_texts).encode())
     about["device"] = ranks.device.type
@@ -734,7 +736,8 @@ def what_is_trained(args, opened, resumed, ranks):
     files["--eval_data"] = args.eval_data or ()
     for what, paths in files.items():
         for number, path in enumerate(paths, 1):
-            content = "no file"  # open_data() compares the rows of data sets
+            # a share of --eval_data, or the name of a data set; open_data() compares the rows of both
+            content = "a folder" if os.path.isdir(path) else path
             if os.path.isfile(path):
                 checksum = data.crc_of(path, 2**30 // len(paths))
                 content = f"{os.path.getsize(path):,} bytes, checksum {checksum:08x}"
@@ -2478,12 +2481,10 @@ def say_done(lora, merge, random_init, out, state, result_step, ranks):
 
 def export_checkpoint(args, exits):
     """--export: writes final/ of a checkpoint to --out or beside its run."""
-    checkpoint = Path(args.export).resolve()
-    run = checkpoint.parent
     ranks = Ranks(want_group=False, timeout=args.timeout)
     with ranks.agree():
-        if not (checkpoint / STATE).is_file():
-            raise ValueError(f"--export {args.export}: no {STATE} in it: give a RUN/checkpoint-<step>")
+        checkpoint = find_checkpoint("export", args.export)
+        run = checkpoint.parent
         state = read_state(checkpoint, {}, ranks)
         # The state has a checksum, and args.json none: it only names what may have moved since.
         saved = state["settings"]
@@ -2575,13 +2576,18 @@ def checkpoint_to_resume(out, resume):
             names = data.listing(map(str, passed_over))
             data.say(wrapped(f"note: no checkpoint in {names}: --resume takes an older run"))
         resume = runs[len(passed_over)]
-    given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
+    return find_checkpoint("resume", resume)
+
+
+def find_checkpoint(flag, name):
+    """The folder that --resume or --export names -> the checkpoint: this folder, or the newest in it."""
+    given = Path(name).resolve()  # "." inside a checkpoint has a name, too
     found = given if (given / STATE).is_file() else newest_checkpoint(given)
     if not found:
-        raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
+        raise ValueError(f"--{flag} {name}: no {STATE} and no complete checkpoint-<step>/ in it")
     if not is_ours(found):
         what = data.foreign_format(os.listdir(found)) or f"--model {found} begins with its weights"
-        raise ValueError(f"--resume {found}: a checkpoint of another trainer: {what}")
+        raise ValueError(f"--{flag} {found}: a checkpoint of another trainer: {what}")
     return found
 
 
@@ -2792,7 +2798,8 @@ def read_state(folder, settings, ranks):
         raise ValueError(f"{folder / STATE}: has no {data.listing(missing)}: another version of oomph "
                          "wrote it: continue with that one, or start a new run with another --out")
     if folder.name != f"checkpoint-{state['step']}":
-        raise ValueError(f"{folder / STATE}: of step {state['step']}, in the folder of another one; {REMOVE}")
+        raise ValueError(f"{folder / STATE}: of step {state['step']}, in the folder of another one: name the "
+                         f"folder checkpoint-{state['step']}")
     # Every byte is read, so the ranks divide the files among them. The caller is inside Ranks.agree().
     for name in list(state["files"])[ranks.rank :: ranks.world]:
         path = folder / name
@@ -3121,7 +3128,7 @@ ANSWERS = {
     "early_stopping_patience early_stopping load_best_model_at_end metric_for_best_model":
         "did you mean --patience? Without it, the best checkpoint is kept: --export makes a model of it",
     "eval_strategy evaluation_strategy save_strategy": "--eval_every N and --save_every N count steps",
-    "attn_implementation flash_attn flash_attention": "attention takes the fastest kernel by itself",
+    "attn_implementation flash_attn flash_attention flash_attention_2": "attention takes the fastest kernel by itself",
     "push_to_hub hub_model_id": "after the run, `hf upload NAME OUT/final` does that",
     "gpus n_gpus ngpus num_gpus gpu_ids device devices device_map":
         "CUDA_VISIBLE_DEVICES=0,1 chooses GPUs, and torchrun --nproc_per_node N train.py ... uses N of them",
@@ -3192,7 +3199,7 @@ def make_parser():
         "fp16 compute; bf16, fp32: everything in that format (default: mixed; without bf16 instructions fp16 "
         "on a GPU, fp32 on a CPU)", choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
     add(model, "--adapter", path, None, "PEFT adapter to train on: a folder, a Hub id, a run. It sets rank, "
-        "alpha, rsLoRA and targets", also="adapter_name_or_path lora_model_dir")
+        "alpha, rsLoRA and targets", also="adapter_name_or_path adapter_path lora_model_dir")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
@@ -3227,12 +3234,12 @@ def make_parser():
         everyday=True, also="dataset datasets dataset_name dataset_dir train_file train_data data_path")
     add(dataset, "--eval_data", path, None, "files to evaluate on, or how many examples of --data to hold "
         "out, below 1 their fraction", nargs="+", everyday=True, needs="data",
-        also="eval_dataset eval_file validation_file val_set_size val_size test_size")
+        also="eval_dataset eval_file validation_file val_set_size val_size test_size val_split eval_split")
     add(dataset, "--columns", column, None, "rename columns: question=instruction reads the column "
         "'question' as 'instruction'", nargs="+", metavar="COLUMN=KEY", fixed=True,
         also="dataset_text_field text_column text_field")
     add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True,
-        also="max_length max_seq_length model_max_length sequence_len cutoff_len block_size")
+        also="max_length max_seq_length model_max_length sequence_len seq_length cutoff_len block_size")
     add(dataset, "--overflow", str, None, "what to do with documents longer than a row (default: split "
         "texts, drop others)", choices=("split", "drop", "truncate"))
     switch(dataset, "--packing", "pack several documents into each row; they do not see each other", on=True,
@@ -3273,7 +3280,8 @@ def add_memory_flags(parser):
         needs="--offload params and --lora or --qlora: it is about frozen weights in host memory")
     add(memory, "--activation_checkpointing", BLOCKS, "auto", "recompute the first N blocks (or all) in the "
         "backward. auto: as few as 90 %% of the GPU's memory allows; all on a CPU without --gpu_gib, or with "
-        "--offload activations", nargs="?", const="all", everyday=True, also="gradient_checkpointing")
+        "--offload activations", nargs="?", const="all", everyday=True,
+        also="gradient_checkpointing grad_checkpoint")
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)
@@ -3299,7 +3307,7 @@ def add_run_flags(parser):
         also="batch per_device_train_batch_size train_batch_size micro_batch_size")
     add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True,
         also="gradient_accumulation_steps")
-    add(schedule, "--steps", WHOLE, None, "steps, in place of --epochs", everyday=True, also="max_steps")
+    add(schedule, "--steps", WHOLE, None, "steps, in place of --epochs", everyday=True, also="max_steps num_steps total_steps max_iters iters")
     add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data", everyday=True,
         also="num_train_epochs num_epochs n_epochs")
     add(schedule, "--lr", AMOUNT_OR_0, None, "peak learning rate (default: for adapters, 5e-4 * (2000 / "
@@ -3316,7 +3324,7 @@ def add_run_flags(parser):
         choices=("cosine", "linear", "constant"), fixed=True, also="lr_scheduler_type lr_scheduler scheduler")
     add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, applied to matrices only", fixed=True)
     add(schedule, "--clip", AMOUNT_OR_0, None, "maximum gradient norm; 0: no limit (default: 1; 0 with "
-        "--optim_in_backward)", fixed=True, also="max_grad_norm gradient_clipping grad_clip")
+        "--optim_in_backward)", fixed=True, also="max_grad_norm gradient_clipping grad_clip clip_grad")
     add(schedule, "--seed", WHOLE_OR_0, 0, "seed of data order, weights, adapters, dropout", fixed=True,
         also="random_state random_seed")
 
@@ -3349,7 +3357,8 @@ def add_run_flags(parser):
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot", "write memory.pickle of three steps, for pytorch.org/memory_viz",
            needs="a GPU")
-    add(run, "--export", path, None, "write final/ of a checkpoint and exit", metavar="RUN/checkpoint-N")
+    add(run, "--export", path, None, "write final/ of a checkpoint, or of the newest in RUN, and exit",
+        metavar="RUN/checkpoint-N")
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
         "and without --data, only merge", everyday=True, also="merge_and_unload merge_lora")
     add(run, "--system", str, None, "system message of --chat and --sample", needs="--chat or --sample")
@@ -5379,6 +5388,8 @@ def launch(argv=None):
             message = f"interrupted, {saved} is complete: the same command with --resume continues it"
     except Exception as error:
         if lost_another_rank(error):
+            # torchrun prints one of all ranks' messages; without it each machine may have its own screen
+            speaks = speaks or "TORCHELASTIC_RUN_ID" not in os.environ
             # the rank that ended first, or torchrun, says why; gloo names it, with a time that is cut off
             which = re.sub(r" in \d+ ms$|\. This is.*", "", str(error).splitlines()[0])
             message = (f"lost contact with another rank at step {progress['step']}, in {stack_of(error)}: it "

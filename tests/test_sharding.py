@@ -593,6 +593,21 @@ def test_copies_of_model_and_data_may_lie_anywhere_and_may_not_differ(
     assert [what for what in first if first[what] != other[what]] == [name]
 
 
+def test_ranks_compare_the_share_of_the_data_that_they_hold_out(with_weights, few_chats):
+    flags = "--data", few_chats, "--eval_data"
+    first, other = (compared(with_weights, *flags, share) for share in ("0.1", "0.2"))
+    assert [what for what in first if first[what] != other[what]] == ["--eval_data"]
+
+
+def test_ranks_compare_where_an_answer_ends(with_weights, tmp_path):
+    """One that goes on alone would wait for the others for ever."""
+    copy = tmp_path / "copy"
+    shutil.copytree(with_weights, copy)
+    (copy / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    first, other = compared(with_weights), compared(copy)
+    assert [what for what in first if first[what] != other[what]] == ["checksum of the tokenizer"]
+
+
 def test_ranks_compare_flags_versions_and_their_own_code(with_weights, tmp_path, monkeypatch):
     first = compared(with_weights)
     code = tmp_path / "model.py"
