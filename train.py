@@ -359,6 +359,9 @@ class Ranks:
         if self.rank == 0:
             data.say(text)
 
+    def note(self, text):
+        self.say(data.wrapped(f"note: {text}"))
+
     def gather(self, value):
         """[value of each rank] on every rank, for anything that can be pickled."""
         values = [value] * self.world
@@ -554,6 +557,8 @@ def open_config(args, world, device, random_init, revisions=None):
     with data.errors_of_base(args.model, folder):
         files = data.find_model(args.model, random_init, revisions)
         config = lm.parse_config(files.config, f"{args.model}: config.json")
+    if adapter_reader and settings.get(data.BASE) not in (args.model, files.base):
+        data.note_once(f"{folder}/{data.ADAPTER_CONFIG} names another base, {settings.get(data.BASE)}")
     if adapter_reader and data.has_two_matrices(adapter_reader, config):
         files = files._replace(config=data.with_value(files.config, "tie_word_embeddings", False))
     resolve_for_model(args, config, adapter_settings, device)
@@ -747,18 +752,18 @@ def what_is_trained(args, opened, resumed, ranks):
 
 def compare_ranks(args, opened, resumed, ranks):
     """Ends the run, before anything is allocated, if a rank would train something else than rank 0."""
+    if ranks.world == 1:
+        return
     with ranks.agree():
-        mine = what_is_trained(args, opened, resumed, ranks) if ranks.world > 1 else {}
-    first, *others = ranks.gather({what: str(value) for what, value in mine.items()})
-    with ranks.agree():
-        for name, other in zip(ranks.names[1:], others):
-            differing = [f"{what}: {brief(str(first.get(what)), 80)} on {ranks.names[0]}, "
-                         f"{brief(str(other.get(what)), 80)} on {name}"
-                         for what in sorted(first.keys() | other.keys())
-                         if first.get(what) != other.get(what)]
-            if differing:
-                raise ValueError("ranks differ, and all need the same command, files and packages: "
-                                 + "; ".join(differing[:8]))
+        mine = what_is_trained(args, opened, resumed, ranks)
+    first = ranks.gather(mine)[0]
+    with ranks.agree():  # which names this rank, if it is not rank 0 that differs
+        differing = [f"{what}: {brief(str(first.get(what)), 80)} on {ranks.names[0]}, "
+                     f"{brief(str(mine.get(what)), 80)} here"
+                     for what in sorted(first.keys() | mine.keys()) if first.get(what) != mine.get(what)]
+        if differing:
+            raise ValueError("ranks differ, and all need the same command, files and packages: "
+                             + "; ".join(differing[:8]))
 
 
 def load_weights_(model, opened, seed, resumed, ranks):
@@ -856,16 +861,15 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
     say_notes(args, config, steps, ranks)
     if state["step"] == steps:
-        ranks.say(f"note: this run is finished: {resumed} has its last step\n"
-                  "  --steps or --epochs with a higher number trains on; final/ is written again")
+        ranks.note(f"this run is finished: {resumed} has its last step; --steps or --epochs with a higher "
+                   "number trains on; final/ is written again")
     if state["steps"] != steps:
-        ranks.say(f"note: {resumed} was planned for {state['steps']} steps, not {steps}: the learning-rate "
-                  "schedule differs from here on")
+        ranks.note(f"{resumed} was planned for {state['steps']} steps, not {steps}: the learning-rate "
+                   "schedule differs from here on")
         state["steps"] = steps
     if eval_data not in (None, state["eval_data"]):
         if state["evaluated"]:
-            ranks.say(f"note: {resumed} was evaluated on different --eval_data: its best loss no longer "
-                      "counts")
+            ranks.note(f"{resumed} was evaluated on different --eval_data: its best loss no longer counts")
         state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None, "evals_since_best": 0}
     return state
 
@@ -885,31 +889,31 @@ def say_notes(args, config, steps, ranks):
     dropouts = [f"{key} {getattr(config, key):g}" for key in ("attention_dropout", "residual_dropout")
                 if getattr(config, key)]
     if dropouts:
-        ranks.say(f"note: {', '.join(dropouts)} in config.json is ignored")
+        ranks.note(f"{', '.join(dropouts)} in config.json is ignored")
     if config.shared_expert_intermediate_size and args.lora and not args.merge:
-        ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
+        ranks.note("PEFT does not load adapters of this model's experts: --merge writes a whole model")
     missing = missing_for_compile(ranks.device)
     if missing and steps > 200 and not args.compile:
-        ranks.say(f"note: --compile needs {missing}; with it a step is about 1.2 times as fast")
+        ranks.note(f"--compile needs {missing}; with it a step is about 1.2 times as fast")
     # CPUs of other kinds may have such instructions, and torch does not say
     is_sure = ranks.device.type == "cuda" or platform.machine() == "x86_64"
     if args.precision in ("mixed", "bf16") and is_sure and not has_bf16(ranks.device):
-        ranks.say(f"note: this {ranks.device_name} only emulates bf16: --precision "
-                  f"{default_precision(False, ranks.device)} is faster than {args.precision}")
+        ranks.note(f"this {ranks.device_name} only emulates bf16: --precision "
+                   f"{default_precision(False, ranks.device)} is faster than {args.precision}")
     rate = default_rate(config, args.lora, args.dpo)
     if not rate / 30 <= args.lr <= 30 * rate:
-        ranks.say(f"note: --lr {args.lr:g} is {args.lr / rate:.2g} times this method's default, {rate:g}")
+        ranks.note(f"--lr {args.lr:g} is {args.lr / rate:.2g} times this method's default, {rate:g}")
     if args.precision == "bf16" and not (args.lora or args.stochastic_rounding):
-        ranks.say("note: --precision bf16 also trains in bf16, which rounds small updates away\n"
-                  "  --stochastic_rounding keeps them on average; the default, mixed, loses none")
+        ranks.note("--precision bf16 also trains in bf16, which rounds small updates away; "
+                   "--stochastic_rounding keeps them on average; the default, mixed, loses none")
     if args.min_lr > args.lr:
-        ranks.say(f"note: --min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
+        ranks.note(f"--min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
     if 1 <= args.warmup >= steps:
-        ranks.say(f"note: --warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning "
-                  "rate does not reach --lr")
+        ranks.note(f"--warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning rate "
+                   "does not reach --lr")
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
-        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
+        ranks.note(f"only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
 
 
 def limit_gpu(gpu_gib, ranks):
@@ -924,8 +928,8 @@ def limit_gpu(gpu_gib, ranks):
     # without what other processes hold; OVERHEAD counts this process's own context, which is not free now
     room = min(ranks.gather(min(limit, free + torch.cuda.memory_reserved(ranks.device) + CONTEXT)))
     if room < limit - 0.1 * GIB:
-        ranks.say(f"note: another process uses {(limit - room) / GIB:.2f} GiB of a GPU, or one GPU is "
-                  "smaller: the plan does not count on it")
+        ranks.note(f"another process uses {(limit - room) / GIB:.2f} GiB of a GPU, or one GPU is smaller: "
+                   "the plan does not count on it")
     return room
 
 
@@ -1807,9 +1811,9 @@ class Log:
             # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
             best = min(best or row, row, key=lambda row: row["eval_loss"])
             self.state["best_eval"] = json.loads(data.json_of(best))  # its metrics may be nan
-        elif self.ranks.rank == 0:
-            data.say_once("note: the loss of an evaluation is not finite, so it is never the best: look at\n"
-                          "  --eval_data, or lower --lr")
+        else:
+            data.note_once("the loss of an evaluation is not finite, so it is never the best: look at "
+                           "--eval_data, or lower --lr")
         self.state["evals_since_best"] = 0 if best is row else self.state["evals_since_best"] + 1
         if best:
             line += f", best {best['eval_loss']:.4f} at step {best['step']}"
@@ -1854,7 +1858,7 @@ class Log:
         n_steps = self.state["step"] - self.start_step
         losses = [row["losses"][-1] for row in read_metrics(self.out, self.state["step"]) if "losses" in row]
         if losses and losses[-1] > 10 * losses[0]:
-            self.ranks.say(f"note: the loss rose from {losses[0]:.4g} to {losses[-1]:.4g}: lower --lr")
+            self.ranks.note(f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g}: lower --lr")
         self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
 
 
@@ -2033,8 +2037,8 @@ def say_missing_gpu(warned):
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
         set_to = f" (CUDA_VISIBLE_DEVICES={visible})" if visible else ""
         why = "".join(f". {text}" for text in dict.fromkeys(warned))
-        data.say(wrapped(f"note: training on the CPU: torch {torch.__version__} is built for {built_for} and "
-                         f"finds no NVIDIA GPU{set_to}{why}"))
+        data.say(data.wrapped(f"note: training on the CPU: torch {torch.__version__} is built for "
+                              f"{built_for} and finds no NVIDIA GPU{set_to}{why}"))
 
 
 def say_machine(ranks):
@@ -2045,11 +2049,11 @@ def say_machine(ranks):
         cards = [torch.cuda.get_device_properties(i) for i in range(n_cards)]
         kinds = Counter(f"{card.name}, {card.total_memory / GIB:.1f} GiB" for card in cards)
         found = f"{min(ranks.n_local, n_cards)} of {n_cards} GPUs ({'; '.join(kinds)})"
-    ranks.say(wrapped(f"machine: {found}, {data.count_of(allowed_cores(), 'CPU cores')}, "
-                      f"{allowed_memory() / GIB:.1f} GiB of host memory"))
+    ranks.say(data.wrapped(f"machine: {found}, {data.count_of(allowed_cores(), 'CPU cores')}, "
+                           f"{allowed_memory() / GIB:.1f} GiB of host memory"))
     if n_cards > ranks.n_local:
-        ranks.say(wrapped(f"note: {n_cards - ranks.n_local} of {n_cards} GPUs are idle: torchrun "
-                          f"--nproc_per_node {n_cards} train.py ... trains on all"))
+        ranks.note(f"{n_cards - ranks.n_local} of {n_cards} GPUs are idle: torchrun --nproc_per_node "
+                   f"{n_cards} train.py ... trains on all")
 
 
 def say_need_without_gpu(args, ranks, revisions):
@@ -2063,14 +2067,9 @@ def say_need_without_gpu(args, ranks, revisions):
         if n_parameters > 1e9:
             run = RunSpec(args, config, ranks.world, args.seq_len)
             need = ranks.n_local * (planned_bytes(run, blocks_as_asked(run)) - OVERHEAD)
-            ranks.say(wrapped(
-                f"note: without a GPU {n_parameters / 1e9:.1f} billion parameters train very slowly, and "
-                f"need about {need / GIB:.0f} GiB of this machine's {allowed_memory() / GIB:.0f} of host "
-                "memory"))
-
-
-def wrapped(text, indent=2):
-    return textwrap.fill(text, 80, subsequent_indent=" " * indent, break_on_hyphens=False)
+            ranks.note(f"without a GPU {n_parameters / 1e9:.1f} billion parameters train very slowly, and "
+                       f"need about {need / GIB:.0f} GiB of this machine's {allowed_memory() / GIB:.0f} of "
+                       "host memory")
 
 
 def print_start(argv, run, model, new_ids, policy, ranks):
@@ -2111,7 +2110,7 @@ def print_start(argv, run, model, new_ids, policy, ranks):
     if torch.__version__ >= (TESTED_TORCH[0], TESTED_TORCH[1] + 1):
         lines.append(f"  note: torch {torch.__version__} is newer than those that were tested")
     for line in lines:
-        ranks.say(wrapped(line, indent=6))
+        ranks.say(data.wrapped(line, indent=6))
 
 
 def describe_blocks(run, policy):
@@ -2167,7 +2166,7 @@ class Sample:
             elif args.system:
                 raise ValueError("--system: --data has no chats, so --sample is a text: leave --system out")
             self.prompt = self.tokenizer.prompt(ask)
-        ranks.say(textwrap.fill(f"sample: {self.question}", 80, subsequent_indent="  "))
+        ranks.say(data.wrapped(f"sample: {self.question}"))
         if not resumed:
             self.before = self.answer()
 
@@ -2191,7 +2190,7 @@ class Sample:
         if self.question and step < log.state["steps"]:
             with log.paused():
                 answer = self.answer()
-            self.ranks.say(textwrap.fill(f"step {step}  sample: {answer}", 80, subsequent_indent="  "))
+            self.ranks.say(data.wrapped(f"step {step}  sample: {answer}"))
 
     def say_before_and_after(self):
         if self.question:
@@ -2458,7 +2457,7 @@ def load_best_(tensors, state, saver, resumed, ranks):
     folder = (saved | checkpoints(saver.out)).get(best["step"])
     # if the last step could not be saved, only this process has its weights
     if not folder or saver.last_step != step:
-        ranks.say(f"note: final/ gets step {step}: step {best['step']} or {step} has no checkpoint")
+        ranks.note(f"final/ gets step {step}: step {best['step']} or {step} has no checkpoint")
         return step
     with ranks.agree():
         load_checkpoint(folder, read_state(folder, {}, ranks)["files"], tensors)
@@ -2490,10 +2489,10 @@ def export_checkpoint(args, exits):
         saved = state["settings"]
         flags = {name: saved.get(f"--{name}", value) for name, value in vars(args).items()}
         for name in ("model", "adapter", "chat_template"):
-            flags[name] = getattr(args, name) or from_args_json(run, name, str)
+            flags[name] = getattr(args, name) or from_args_json(run, name, str) or None
         if not flags["model"]:
             raise ValueError(f"--export {args.export}: no args.json beside it names its model: give --model")
-        revisions = revisions_of(checkpoint)
+        revisions = from_args_json(run, "revisions", dict)
     args = argparse.Namespace(**flags)
     opened = open_model(args, ranks, revisions)
     model = opened.model
@@ -2515,13 +2514,8 @@ def merge_result(args, exits):
     opened = open_model(args, ranks)
     with ranks.agree():
         final = opened.adapter_reader.folder  # RUN/final, or any adapter
-        out = final.parent
-        is_meant = not args.out or out.resolve() == Path(args.out).resolve()
-        if is_meant and is_run(out) and final.name == "final":
-            exits.enter_context(lock_folder(out))
-            rehearse_save(out)
-        else:
-            out = exits.enter_context(run_folder(args.out, None))
+        is_of_run = final.name == "final" and is_run(final.parent)
+        out = exits.enter_context(run_folder(args.out, final if is_of_run else None))
         data.merge(args, opened.reader, opened.adapter_reader, opened.files, opened.tokenizer, out)
     ranks.say(f"done: {out}/merged (no training, because no --data was given). Try it: python train.py "
               f"--chat --model {out}/merged")
@@ -2574,7 +2568,7 @@ def checkpoint_to_resume(out, resume):
             return None
         if passed_over:
             names = data.listing(map(str, passed_over))
-            data.say(wrapped(f"note: no checkpoint in {names}: --resume takes an older run"))
+            data.say(data.wrapped(f"note: no checkpoint in {names}: --resume takes an older run"))
         resume = runs[len(passed_over)]
     return find_checkpoint("resume", resume)
 
@@ -2600,12 +2594,13 @@ def is_ours(checkpoint):
 
 
 @contextlib.contextmanager
-def run_folder(out, checkpoint):
-    """Yields a run's folder, locked for this process: --out, that of the checkpoint, or a new one."""
-    named = out or (checkpoint and checkpoint.parent)
+def run_folder(out, start):
+    """Yields a run's folder, locked for this process: --out, that of `start`, or a new one. start: the
+    checkpoint or the final/ that this process goes on from, or None."""
+    named = out or (start and start.parent)
     folder = Path(named) if named else new_folder()
     is_new = not named or not folder.exists()
-    check_folder(folder, checkpoint)  # before anything is written to somebody's files
+    check_folder(folder, start)  # before anything is written to somebody's files
     with lock_folder(folder):
         try:
             for part in folder.glob("*.part"):  # left by a process that was killed during a save
@@ -2659,7 +2654,8 @@ def take_folder(out, resume, inspect, ranks, exits):
                 token = folder / f"{os.urandom(8).hex()}.part"  # a new name, which no NFS has cached
                 exits.callback(data.remove, token)
                 data.make_folder(token)
-            found = folder, token, checkpoint, revisions_of(checkpoint)
+            revisions = from_args_json(checkpoint.parent, "revisions", dict) if checkpoint else {}
+            found = folder, token, checkpoint, revisions
     folder, token, checkpoint, revisions = ranks.gather(found)[0]
     with ranks.agree():
         if token and not appears(token):  # compare_ranks() looks for the checkpoint
@@ -2682,16 +2678,12 @@ def appears(path, n_bytes=None):
     return False
 
 
-def revisions_of(checkpoint):
-    """-> the revisions in args.json of a checkpoint's run, {} without an args.json."""
-    return from_args_json(checkpoint.parent, "revisions", dict) or {} if checkpoint else {}
-
-
 def from_args_json(run, name, kind):
-    """-> a value in args.json of a run, None if it is not there. kind: str, or dict for one of texts."""
+    """-> a value in args.json of a run, an empty one if it is not there. kind: str, or dict for texts."""
     value = data.read_json(run / "args.json", optional=True).get(name)
+    value = kind() if value is None else value
     parts = value.values() if isinstance(value, dict) else ()
-    if not isinstance(value, (kind, type(None))) or not all(isinstance(part, str) for part in parts):
+    if not isinstance(value, kind) or not all(isinstance(part, str) for part in parts):
         expected = "a text" if kind is str else "texts by their names"
         raise ValueError(f"{run / 'args.json'}: {name} is {str(value)[:100]}: expected {expected}")
     return value
@@ -2714,10 +2706,11 @@ def is_run(folder):
     return False
 
 
-def check_folder(folder, checkpoint):
-    """ValueError if the folder contains what a run that continues `checkpoint` must not overwrite."""
+def check_folder(folder, start):
+    """ValueError if the folder contains what a process that goes on from `start` must not overwrite."""
     names = set()
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # perhaps it has just been removed
+    with (data.writing(f"--out {folder}", "folder", "read"),
+          contextlib.suppress(FileNotFoundError, NotADirectoryError)):  # perhaps it has just been removed
         names = {*os.listdir(folder)}
     if names <= {"lock", "args.json.part"}:  # nothing, or what a start that was killed at once has left
         return
@@ -2729,7 +2722,7 @@ def check_folder(folder, checkpoint):
         if not (name.endswith(".part") or (folder / name).is_dir()):
             data.check_is_file(folder / name)
     newest = newest_checkpoint(folder)
-    if newest and checkpoint and newest.samefile(checkpoint):
+    if start and any(path and path.exists() and path.samefile(start) for path in (newest, folder / "final")):
         return
     if newest or names & {"final", "merged"}:
         how = "no checkpoint of it is there to be continued:"
@@ -2827,8 +2820,8 @@ def compare_settings(checkpoint, saved, settings, ranks):
                          "(flags, data, version of oomph), or start a new run with another --out")
     unknown = settings.keys() - saved.keys()
     if unknown:
-        ranks.say(f"note: {checkpoint} is of an older version and lacks {data.listing(unknown)}: whether "
-                  "these were the same is not compared")
+        ranks.note(f"{checkpoint} is of an older version and lacks {data.listing(unknown)}: whether these "
+                   "were the same is not compared")
 
 
 def training_tensors(model, optimizer, nonfinite):
@@ -3000,8 +2993,8 @@ def say_space(args, trainer, reader, saver):
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(saver.out).free
         if needed > free:
-            saver.ranks.say(wrapped(f"note: {saver.out}: its disk has {free / GIB:.2f} GiB free, and a "
-                                    f"checkpoint and the result need {needed / GIB:.2f}"))
+            saver.ranks.note(f"{saver.out}: its disk has {free / GIB:.2f} GiB free, and a checkpoint and the "
+                             f"result need {needed / GIB:.2f}")
 
 
 def fixed_settings(args, config, loader, reader):
@@ -3128,7 +3121,8 @@ ANSWERS = {
     "early_stopping_patience early_stopping load_best_model_at_end metric_for_best_model":
         "did you mean --patience? Without it, the best checkpoint is kept: --export makes a model of it",
     "eval_strategy evaluation_strategy save_strategy": "--eval_every N and --save_every N count steps",
-    "attn_implementation flash_attn flash_attention flash_attention_2": "attention takes the fastest kernel by itself",
+    "attn_implementation flash_attn flash_attention flash_attention_2":
+        "attention takes the fastest kernel by itself",
     "push_to_hub hub_model_id": "after the run, `hf upload NAME OUT/final` does that",
     "gpus n_gpus ngpus num_gpus gpu_ids device devices device_map":
         "CUDA_VISIBLE_DEVICES=0,1 chooses GPUs, and torchrun --nproc_per_node N train.py ... uses N of them",
@@ -3307,7 +3301,8 @@ def add_run_flags(parser):
         also="batch per_device_train_batch_size train_batch_size micro_batch_size")
     add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True,
         also="gradient_accumulation_steps")
-    add(schedule, "--steps", WHOLE, None, "steps, in place of --epochs", everyday=True, also="max_steps num_steps total_steps max_iters iters")
+    add(schedule, "--steps", WHOLE, None, "steps, in place of --epochs", everyday=True,
+        also="max_steps num_steps total_steps max_iters iters")
     add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data", everyday=True,
         also="num_train_epochs num_epochs n_epochs")
     add(schedule, "--lr", AMOUNT_OR_0, None, "peak learning rate (default: for adapters, 5e-4 * (2000 / "

@@ -619,6 +619,22 @@ def test_a_rank_that_is_stuck_outside_of_a_step_is_named_and_ends_the_job(job, t
         assert "--timeout N waits for 4 N seconds" in message
 
 
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_rank_that_loses_rank_0_says_so_unless_torchrun_does(monkeypatch, capsys, by_torchrun):
+    """Without torchrun each machine may have a screen of its own, and rank 0's has gone."""
+    def main(*_):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.9.0.1]:23469")
+
+    for name in train.OF_GROUP:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(train, "main", main)
+    assert train.launch([]) == 1
+    assert ("lost contact with another rank" in capsys.readouterr().err) == (not by_torchrun)
+
+
 def wait_for_rank_0(file):
     """Rank 0 does not come before rank 1 has lost patience."""
     train.LONG = 0.003

@@ -630,7 +630,7 @@ def as_two_machines(argv, flags_of_rank_1, folders):
 
 
 @pytest.mark.parametrize("flags_of_rank_1, folder, words", [
-    ("--lr 0.5", ".", r"ranks differ.*: --lr: 0.01 on rank 0 \(.+\), 0.5 on rank 1 \("),
+    ("--lr 0.5", ".", r"rank 1 \(.+\): ranks differ.*: --lr: 0.01 on rank 0 \(.+\), 0.5 here"),
     ("--lrr 0.5", ".", r"rank 1 \(.+\): --lrr: no such flag"),
     ("", "disk", r"rank 1 \(.+\): --out run: rank 0 .* all ranks have to share the disk"),
 ], ids=["flag", "unknown flag", "disk"])

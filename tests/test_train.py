@@ -930,7 +930,7 @@ def strict_json(text):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_evaluation_that_is_not_finite_is_said_once_and_never_the_best(log, tmp_path, capsys, bad):
-    data.say_once.cache_clear()
+    data.note_once.cache_clear()
     bests = []
     for step, loss in enumerate([bad, 2.0, bad, 1.0, bad], 4):
         log.state["step"] = step
@@ -1320,7 +1320,7 @@ def test_a_disk_without_locks_and_synced_folders_costs_a_note_each(
         shallow, few_chats, tmp_path, monkeypatch, capsys, number_of_lock):
     monkeypatch.setattr(train.fcntl, "flock", refusing(fcntl.flock, lambda file: True, number_of_lock))
     monkeypatch.setattr(data.os, "fsync", refusing(os.fsync, is_folder, errno.EINVAL))
-    data.say_once.cache_clear()
+    data.note_once.cache_clear()
     argv = ["--model", shallow, "--random_init", "--data", few_chats, "--seq_len", 64, "--steps", 2, "--save_every", 1]
     assert train.launch([*map(str, argv), "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
