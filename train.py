@@ -714,7 +714,7 @@ def open_model(args, ranks, revisions=None):
 
 
 # These flags are compared by what they stand for: copies of a model or of data may lie anywhere.
-BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume"}
+BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template"}
 
 
 def what_is_trained(args, opened, resumed, ranks):
@@ -724,8 +724,6 @@ def what_is_trained(args, opened, resumed, ranks):
     miss a change of one small tensor, and nothing that training does."""
     about = {f"--{name}" if name in args else name: value
              for name, value in settings_of(args, ranks.world).items() if name not in BY_CONTENT}
-    about["--out"] = args.out and os.path.realpath(args.out)
-    about["--resume"] = "given" if args.resume else "not given"
     about |= {f"config.json's {key}": value for key, value in dataclasses.asdict(opened.config).items()}
     tokenizer = opened.tokenizer
     texts = [tokenizer.core.to_str(), tokenizer.bos_ids, tokenizer.eos_ids, tokenizer.variables,
@@ -2717,10 +2715,6 @@ def check_folder(folder, start):
     if not is_run(folder):
         raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them "
                          "(older versions' has no mark): give a new or an empty folder, also beside --resume")
-    for name in names:
-        # whoever opens a pipe waits for its other end, for ever
-        if not (name.endswith(".part") or (folder / name).is_dir()):
-            data.check_is_file(folder / name)
     newest = newest_checkpoint(folder)
     if start and any(path and path.exists() and path.samefile(start) for path in (newest, folder / "final")):
         return
@@ -2799,9 +2793,6 @@ def read_state(folder, settings, ranks):
         if not path.is_file() or [path.stat().st_size, data.crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
     compare_settings(f"--resume {folder}", state["settings"], settings, ranks)
-    best = state["best_eval"]
-    if best and not math.isfinite(best["eval_loss"]):  # older versions took nan for the best
-        state["best_eval"] = None
     return state
 
 
