@@ -85,7 +85,11 @@ def say(text="", end="\n", to_stderr=False):
         print(printable(text), end=end, file=stream, flush=True)
 
 
-say_once = functools.cache(say)
+@functools.cache
+def note_once(text):
+    """Prints a note that several ranks or files may have a reason for."""
+    if os.environ.get("RANK", "0") == "0":
+        say(wrapped(f"note: {text}"))
 
 
 def listing(names, most=5):
@@ -95,6 +99,12 @@ def listing(names, most=5):
     if len(names) > most:
         text += f" and {len(names) - most} more"
     return printable(text)
+
+
+def wrapped(text, indent=2):
+    """Text in lines of 80 columns, all but the first indented. Paths and flags stay whole, to be copied."""
+    return textwrap.fill(text, 80, subsequent_indent=" " * indent, break_on_hyphens=False,
+                         break_long_words=False)
 
 
 def count_of(n, noun):
@@ -153,7 +163,7 @@ def where_supported(consequence):
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        say_once(f"note: {consequence} ({error.strerror})")
+        note_once(f"{consequence} ({error.strerror})")
 
 
 def sync(path):
@@ -2757,7 +2767,7 @@ def print_data(args, loader, eval_loader, tokenizer):
         source = re.sub(r"^chat template \((.*)\)", r"\1", tokenizer.source)
         source = source.replace(f"{Path.cwd()}/", "")
         source = re.sub(r"(\S{30})\S+(\S{28})", r"\1...\2", source)  # a long path
-        say(textwrap.fill(f"chat template: {source}", 80, subsequent_indent="  "))
+        say(wrapped(f"chat template: {source}"))
     if unused := unused_tokens(tokenizer, loader.documents.files):
         say(f"--add_tokens {listing(unused)}: in no row of the data, so that they are not learned")
     documents = loader.documents
@@ -2952,6 +2962,8 @@ def find_result(model, adapter=None):
             what = foreign_format(os.listdir(folder)) or f"name it: --adapter {folder} --model BASE"
             raise ValueError(f"{folder}/{ADAPTER_CONFIG}: {BASE} is {quoted(base)}, not the base: {what}")
         return base[:1000], str(folder)
+    if folder and not adapter and (folder / CONFIG).exists() and (folder / ADAPTER_CONFIG).exists():
+        note_once(f"the adapter beside this model is not read: --adapter {folder} reads it")
     if folder not in (None, Path(model)):  # ./tiny stays as it was typed: it is no built-in model
         model = str(folder)
     if adapter:
@@ -3223,7 +3235,7 @@ class WeightFiles:
             if name.endswith((".activation_scale", ".input_scale", ".k_scale", ".v_scale")):
                 continue  # scales of inputs, keys and values, which nothing here quantizes
             if name.startswith("v_head."):
-                say_once(f"note: {path}: the value head (v_head.*) of TRL is left out")
+                note_once(f"{path}: the value head (v_head.*) of TRL is left out")
                 continue
             if 0 in stored.get_shape():
                 raise ValueError(f"{path}: {listing([name])} is empty, as ZeRO-3 and FSDP save it: its "

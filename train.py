@@ -338,9 +338,10 @@ class Ranks:
                 # A restarted rank gets the store of the dead ones, with their addresses. So each start uses
                 # names of its own (pytorch #135712).
                 store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-        elif os.environ.get("SLURM_NTASKS", "1") != "1":  # tasks of the job, or of the srun that started this
-            data.say(f"note: SLURM has {os.environ['SLURM_NTASKS']} tasks, and this one trains alone: "
-                     "`srun torchrun ... train.py` makes them ranks of one run", to_stderr=True)
+        for name in () if under_torchrun else ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+            if os.environ.get(name, "1") != "1":  # tasks of the job, of srun or of mpirun
+                data.say(f"note: {name} is {os.environ[name]}, and this task trains alone: `srun torchrun "
+                         "... train.py`, on each machine once, makes ranks of one run", to_stderr=True)
         if under_torchrun or want_group:
             # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -357,6 +358,9 @@ class Ranks:
     def say(self, text):
         if self.rank == 0:
             data.say(text)
+
+    def note(self, text):
+        self.say(data.wrapped(f"note: {text}"))
 
     def gather(self, value):
         """[value of each rank] on every rank, for anything that can be pickled."""
@@ -553,6 +557,8 @@ def open_config(args, world, device, random_init, revisions=None):
     with data.errors_of_base(args.model, folder):
         files = data.find_model(args.model, random_init, revisions)
         config = lm.parse_config(files.config, f"{args.model}: config.json")
+    if adapter_reader and settings.get(data.BASE) not in (args.model, files.base):
+        data.note_once(f"{folder}/{data.ADAPTER_CONFIG} names another base, {settings.get(data.BASE)}")
     if adapter_reader and data.has_two_matrices(adapter_reader, config):
         files = files._replace(config=data.with_value(files.config, "tie_word_embeddings", False))
     resolve_for_model(args, config, adapter_settings, device)
@@ -708,7 +714,7 @@ def open_model(args, ranks, revisions=None):
 
 
 # These flags are compared by what they stand for: copies of a model or of data may lie anywhere.
-BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template", "out", "resume"}
+BY_CONTENT = {"model", "adapter", "data", "eval_data", "chat_template"}
 
 
 def what_is_trained(args, opened, resumed, ranks):
@@ -718,11 +724,10 @@ def what_is_trained(args, opened, resumed, ranks):
     miss a change of one small tensor, and nothing that training does."""
     about = {f"--{name}" if name in args else name: value
              for name, value in settings_of(args, ranks.world).items() if name not in BY_CONTENT}
-    about["--out"] = args.out and os.path.realpath(args.out)
-    about["--resume"] = "given" if args.resume else "not given"
     about |= {f"config.json's {key}": value for key, value in dataclasses.asdict(opened.config).items()}
     tokenizer = opened.tokenizer
-    texts = tokenizer.core.to_str(), tokenizer.bos_ids, tokenizer.eos_ids, tokenizer.variables
+    texts = [tokenizer.core.to_str(), tokenizer.bos_ids, tokenizer.eos_ids, tokenizer.variables,
+             sorted(tokenizer.stop_ids)]  # where an answer of --sample ends
     about["checksum of the tokenizer"] = zlib.crc32(repr(texts).encode())
     about["checksum of the chat template"] = zlib.crc32(repr(tokenizer.template_texts).encode())
     about["device"] = ranks.device.type
@@ -734,7 +739,8 @@ def what_is_trained(args, opened, resumed, ranks):
     files["--eval_data"] = args.eval_data or ()
     for what, paths in files.items():
         for number, path in enumerate(paths, 1):
-            content = "no file"  # open_data() compares the rows of data sets
+            # a share of --eval_data, or the name of a data set; open_data() compares the rows of both
+            content = "a folder" if os.path.isdir(path) else path
             if os.path.isfile(path):
                 checksum = data.crc_of(path, 2**30 // len(paths))
                 content = f"{os.path.getsize(path):,} bytes, checksum {checksum:08x}"
@@ -744,18 +750,18 @@ def what_is_trained(args, opened, resumed, ranks):
 
 def compare_ranks(args, opened, resumed, ranks):
     """Ends the run, before anything is allocated, if a rank would train something else than rank 0."""
+    if ranks.world == 1:
+        return
     with ranks.agree():
-        mine = what_is_trained(args, opened, resumed, ranks) if ranks.world > 1 else {}
-    first, *others = ranks.gather({what: str(value) for what, value in mine.items()})
-    with ranks.agree():
-        for name, other in zip(ranks.names[1:], others):
-            differing = [f"{what}: {brief(str(first.get(what)), 80)} on {ranks.names[0]}, "
-                         f"{brief(str(other.get(what)), 80)} on {name}"
-                         for what in sorted(first.keys() | other.keys())
-                         if first.get(what) != other.get(what)]
-            if differing:
-                raise ValueError("ranks differ, and all need the same command, files and packages: "
-                                 + "; ".join(differing[:8]))
+        mine = what_is_trained(args, opened, resumed, ranks)
+    first = ranks.gather(mine)[0]
+    with ranks.agree():  # which names this rank, if it is not rank 0 that differs
+        differing = [f"{what}: {brief(str(first.get(what)), 80)} on {ranks.names[0]}, "
+                     f"{brief(str(mine.get(what)), 80)} here"
+                     for what in sorted(first.keys() | mine.keys()) if first.get(what) != mine.get(what)]
+        if differing:
+            raise ValueError("ranks differ, and all need the same command, files and packages: "
+                             + "; ".join(differing[:8]))
 
 
 def load_weights_(model, opened, seed, resumed, ranks):
@@ -853,16 +859,15 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
     say_notes(args, config, steps, ranks)
     if state["step"] == steps:
-        ranks.say(f"note: this run is finished: {resumed} has its last step\n"
-                  "  --steps or --epochs with a higher number trains on; final/ is written again")
+        ranks.note(f"this run is finished: {resumed} has its last step; --steps or --epochs with a higher "
+                   "number trains on; final/ is written again")
     if state["steps"] != steps:
-        ranks.say(f"note: {resumed} was planned for {state['steps']} steps, not {steps}: the learning-rate "
-                  "schedule differs from here on")
+        ranks.note(f"{resumed} was planned for {state['steps']} steps, not {steps}: the learning-rate "
+                   "schedule differs from here on")
         state["steps"] = steps
     if eval_data not in (None, state["eval_data"]):
         if state["evaluated"]:
-            ranks.say(f"note: {resumed} was evaluated on different --eval_data: its best loss no longer "
-                      "counts")
+            ranks.note(f"{resumed} was evaluated on different --eval_data: its best loss no longer counts")
         state |= {"eval_data": eval_data, "evaluated": 0, "best_eval": None, "evals_since_best": 0}
     return state
 
@@ -882,31 +887,31 @@ def say_notes(args, config, steps, ranks):
     dropouts = [f"{key} {getattr(config, key):g}" for key in ("attention_dropout", "residual_dropout")
                 if getattr(config, key)]
     if dropouts:
-        ranks.say(f"note: {', '.join(dropouts)} in config.json is ignored")
+        ranks.note(f"{', '.join(dropouts)} in config.json is ignored")
     if config.shared_expert_intermediate_size and args.lora and not args.merge:
-        ranks.say("note: PEFT does not load adapters of this model's experts: --merge writes a whole model")
+        ranks.note("PEFT does not load adapters of this model's experts: --merge writes a whole model")
     missing = missing_for_compile(ranks.device)
     if missing and steps > 200 and not args.compile:
-        ranks.say(f"note: --compile needs {missing}; with it a step is about 1.2 times as fast")
+        ranks.note(f"--compile needs {missing}; with it a step is about 1.2 times as fast")
     # CPUs of other kinds may have such instructions, and torch does not say
     is_sure = ranks.device.type == "cuda" or platform.machine() == "x86_64"
     if args.precision in ("mixed", "bf16") and is_sure and not has_bf16(ranks.device):
-        ranks.say(f"note: this {ranks.device_name} only emulates bf16: --precision "
-                  f"{default_precision(False, ranks.device)} is faster than {args.precision}")
+        ranks.note(f"this {ranks.device_name} only emulates bf16: --precision "
+                   f"{default_precision(False, ranks.device)} is faster than {args.precision}")
     rate = default_rate(config, args.lora, args.dpo)
     if not rate / 30 <= args.lr <= 30 * rate:
-        ranks.say(f"note: --lr {args.lr:g} is {args.lr / rate:.2g} times this method's default, {rate:g}")
+        ranks.note(f"--lr {args.lr:g} is {args.lr / rate:.2g} times this method's default, {rate:g}")
     if args.precision == "bf16" and not (args.lora or args.stochastic_rounding):
-        ranks.say("note: --precision bf16 also trains in bf16, which rounds small updates away\n"
-                  "  --stochastic_rounding keeps them on average; the default, mixed, loses none")
+        ranks.note("--precision bf16 also trains in bf16, which rounds small updates away; "
+                   "--stochastic_rounding keeps them on average; the default, mixed, loses none")
     if args.min_lr > args.lr:
-        ranks.say(f"note: --min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
+        ranks.note(f"--min_lr {args.min_lr:g} is above --lr {args.lr:g}: the learning rate rises")
     if 1 <= args.warmup >= steps:
-        ranks.say(f"note: --warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning "
-                  "rate does not reach --lr")
+        ranks.note(f"--warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning rate "
+                   "does not reach --lr")
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
-        ranks.say(f"note: only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
+        ranks.note(f"only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
 
 
 def limit_gpu(gpu_gib, ranks):
@@ -921,8 +926,8 @@ def limit_gpu(gpu_gib, ranks):
     # without what other processes hold; OVERHEAD counts this process's own context, which is not free now
     room = min(ranks.gather(min(limit, free + torch.cuda.memory_reserved(ranks.device) + CONTEXT)))
     if room < limit - 0.1 * GIB:
-        ranks.say(f"note: another process uses {(limit - room) / GIB:.2f} GiB of a GPU, or one GPU is "
-                  "smaller: the plan does not count on it")
+        ranks.note(f"another process uses {(limit - room) / GIB:.2f} GiB of a GPU, or one GPU is smaller: "
+                   "the plan does not count on it")
     return room
 
 
@@ -1804,9 +1809,9 @@ class Log:
             # Saver keeps the checkpoint of this step; of two equal losses the earlier one counts
             best = min(best or row, row, key=lambda row: row["eval_loss"])
             self.state["best_eval"] = json.loads(data.json_of(best))  # its metrics may be nan
-        elif self.ranks.rank == 0:
-            data.say_once("note: the loss of an evaluation is not finite, so it is never the best: look at\n"
-                          "  --eval_data, or lower --lr")
+        else:
+            data.note_once("the loss of an evaluation is not finite, so it is never the best: look at "
+                           "--eval_data, or lower --lr")
         self.state["evals_since_best"] = 0 if best is row else self.state["evals_since_best"] + 1
         if best:
             line += f", best {best['eval_loss']:.4f} at step {best['step']}"
@@ -1851,7 +1856,7 @@ class Log:
         n_steps = self.state["step"] - self.start_step
         losses = [row["losses"][-1] for row in read_metrics(self.out, self.state["step"]) if "losses" in row]
         if losses and losses[-1] > 10 * losses[0]:
-            self.ranks.say(f"note: the loss rose from {losses[0]:.4g} to {losses[-1]:.4g}: lower --lr")
+            self.ranks.note(f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g}: lower --lr")
         self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
 
 
@@ -2030,8 +2035,8 @@ def say_missing_gpu(warned):
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
         set_to = f" (CUDA_VISIBLE_DEVICES={visible})" if visible else ""
         why = "".join(f". {text}" for text in dict.fromkeys(warned))
-        data.say(wrapped(f"note: training on the CPU: torch {torch.__version__} is built for {built_for} and "
-                         f"finds no NVIDIA GPU{set_to}{why}"))
+        data.say(data.wrapped(f"note: training on the CPU: torch {torch.__version__} is built for "
+                              f"{built_for} and finds no NVIDIA GPU{set_to}{why}"))
 
 
 def say_machine(ranks):
@@ -2042,11 +2047,11 @@ def say_machine(ranks):
         cards = [torch.cuda.get_device_properties(i) for i in range(n_cards)]
         kinds = Counter(f"{card.name}, {card.total_memory / GIB:.1f} GiB" for card in cards)
         found = f"{min(ranks.n_local, n_cards)} of {n_cards} GPUs ({'; '.join(kinds)})"
-    ranks.say(wrapped(f"machine: {found}, {data.count_of(allowed_cores(), 'CPU cores')}, "
-                      f"{allowed_memory() / GIB:.1f} GiB of host memory"))
+    ranks.say(data.wrapped(f"machine: {found}, {data.count_of(allowed_cores(), 'CPU cores')}, "
+                           f"{allowed_memory() / GIB:.1f} GiB of host memory"))
     if n_cards > ranks.n_local:
-        ranks.say(wrapped(f"note: {n_cards - ranks.n_local} of {n_cards} GPUs are idle: torchrun "
-                          f"--nproc_per_node {n_cards} train.py ... trains on all"))
+        ranks.note(f"{n_cards - ranks.n_local} of {n_cards} GPUs are idle: torchrun --nproc_per_node "
+                   f"{n_cards} train.py ... trains on all")
 
 
 def say_need_without_gpu(args, ranks, revisions):
@@ -2060,14 +2065,9 @@ def say_need_without_gpu(args, ranks, revisions):
         if n_parameters > 1e9:
             run = RunSpec(args, config, ranks.world, args.seq_len)
             need = ranks.n_local * (planned_bytes(run, blocks_as_asked(run)) - OVERHEAD)
-            ranks.say(wrapped(
-                f"note: without a GPU {n_parameters / 1e9:.1f} billion parameters train very slowly, and "
-                f"need about {need / GIB:.0f} GiB of this machine's {allowed_memory() / GIB:.0f} of host "
-                "memory"))
-
-
-def wrapped(text, indent=2):
-    return textwrap.fill(text, 80, subsequent_indent=" " * indent, break_on_hyphens=False)
+            ranks.note(f"without a GPU {n_parameters / 1e9:.1f} billion parameters train very slowly, and "
+                       f"need about {need / GIB:.0f} GiB of this machine's {allowed_memory() / GIB:.0f} of "
+                       "host memory")
 
 
 def print_start(argv, run, model, new_ids, policy, ranks):
@@ -2108,7 +2108,7 @@ def print_start(argv, run, model, new_ids, policy, ranks):
     if torch.__version__ >= (TESTED_TORCH[0], TESTED_TORCH[1] + 1):
         lines.append(f"  note: torch {torch.__version__} is newer than those that were tested")
     for line in lines:
-        ranks.say(wrapped(line, indent=6))
+        ranks.say(data.wrapped(line, indent=6))
 
 
 def describe_blocks(run, policy):
@@ -2164,7 +2164,7 @@ class Sample:
             elif args.system:
                 raise ValueError("--system: --data has no chats, so --sample is a text: leave --system out")
             self.prompt = self.tokenizer.prompt(ask)
-        ranks.say(textwrap.fill(f"sample: {self.question}", 80, subsequent_indent="  "))
+        ranks.say(data.wrapped(f"sample: {self.question}"))
         if not resumed:
             self.before = self.answer()
 
@@ -2188,7 +2188,7 @@ class Sample:
         if self.question and step < log.state["steps"]:
             with log.paused():
                 answer = self.answer()
-            self.ranks.say(textwrap.fill(f"step {step}  sample: {answer}", 80, subsequent_indent="  "))
+            self.ranks.say(data.wrapped(f"step {step}  sample: {answer}"))
 
     def say_before_and_after(self):
         if self.question:
@@ -2455,7 +2455,7 @@ def load_best_(tensors, state, saver, resumed, ranks):
     folder = (saved | checkpoints(saver.out)).get(best["step"])
     # if the last step could not be saved, only this process has its weights
     if not folder or saver.last_step != step:
-        ranks.say(f"note: final/ gets step {step}: step {best['step']} or {step} has no checkpoint")
+        ranks.note(f"final/ gets step {step}: step {best['step']} or {step} has no checkpoint")
         return step
     with ranks.agree():
         load_checkpoint(folder, read_state(folder, {}, ranks)["files"], tensors)
@@ -2478,21 +2478,19 @@ def say_done(lora, merge, random_init, out, state, result_step, ranks):
 
 def export_checkpoint(args, exits):
     """--export: writes final/ of a checkpoint to --out or beside its run."""
-    checkpoint = Path(args.export).resolve()
-    run = checkpoint.parent
     ranks = Ranks(want_group=False, timeout=args.timeout)
     with ranks.agree():
-        if not (checkpoint / STATE).is_file():
-            raise ValueError(f"--export {args.export}: no {STATE} in it: give a RUN/checkpoint-<step>")
+        checkpoint = find_checkpoint("export", args.export)
+        run = checkpoint.parent
         state = read_state(checkpoint, {}, ranks)
         # The state has a checksum, and args.json none: it only names what may have moved since.
         saved = state["settings"]
         flags = {name: saved.get(f"--{name}", value) for name, value in vars(args).items()}
         for name in ("model", "adapter", "chat_template"):
-            flags[name] = getattr(args, name) or from_args_json(run, name, str)
+            flags[name] = getattr(args, name) or from_args_json(run, name, str) or None
         if not flags["model"]:
             raise ValueError(f"--export {args.export}: no args.json beside it names its model: give --model")
-        revisions = revisions_of(checkpoint)
+        revisions = from_args_json(run, "revisions", dict)
     args = argparse.Namespace(**flags)
     opened = open_model(args, ranks, revisions)
     model = opened.model
@@ -2514,13 +2512,8 @@ def merge_result(args, exits):
     opened = open_model(args, ranks)
     with ranks.agree():
         final = opened.adapter_reader.folder  # RUN/final, or any adapter
-        out = final.parent
-        is_meant = not args.out or out.resolve() == Path(args.out).resolve()
-        if is_meant and is_run(out) and final.name == "final":
-            exits.enter_context(lock_folder(out))
-            rehearse_save(out)
-        else:
-            out = exits.enter_context(run_folder(args.out, None))
+        is_of_run = final.name == "final" and is_run(final.parent)
+        out = exits.enter_context(run_folder(args.out, final if is_of_run else None))
         data.merge(args, opened.reader, opened.adapter_reader, opened.files, opened.tokenizer, out)
     ranks.say(f"done: {out}/merged (no training, because no --data was given). Try it: python train.py "
               f"--chat --model {out}/merged")
@@ -2573,15 +2566,20 @@ def checkpoint_to_resume(out, resume):
             return None
         if passed_over:
             names = data.listing(map(str, passed_over))
-            data.say(wrapped(f"note: no checkpoint in {names}: --resume takes an older run"))
+            data.say(data.wrapped(f"note: no checkpoint in {names}: --resume takes an older run"))
         resume = runs[len(passed_over)]
-    given = Path(resume).resolve()  # "." inside a checkpoint has a name, too
+    return find_checkpoint("resume", resume)
+
+
+def find_checkpoint(flag, name):
+    """The folder that --resume or --export names -> the checkpoint: this folder, or the newest in it."""
+    given = Path(name).resolve()  # "." inside a checkpoint has a name, too
     found = given if (given / STATE).is_file() else newest_checkpoint(given)
     if not found:
-        raise ValueError(f"--resume {resume}: no {STATE} and no complete checkpoint-<step>/ in it")
+        raise ValueError(f"--{flag} {name}: no {STATE} and no complete checkpoint-<step>/ in it")
     if not is_ours(found):
         what = data.foreign_format(os.listdir(found)) or f"--model {found} begins with its weights"
-        raise ValueError(f"--resume {found}: a checkpoint of another trainer: {what}")
+        raise ValueError(f"--{flag} {found}: a checkpoint of another trainer: {what}")
     return found
 
 
@@ -2594,12 +2592,13 @@ def is_ours(checkpoint):
 
 
 @contextlib.contextmanager
-def run_folder(out, checkpoint):
-    """Yields a run's folder, locked for this process: --out, that of the checkpoint, or a new one."""
-    named = out or (checkpoint and checkpoint.parent)
+def run_folder(out, start):
+    """Yields a run's folder, locked for this process: --out, that of `start`, or a new one. start: the
+    checkpoint or the final/ that this process goes on from, or None."""
+    named = out or (start and start.parent)
     folder = Path(named) if named else new_folder()
     is_new = not named or not folder.exists()
-    check_folder(folder, checkpoint)  # before anything is written to somebody's files
+    check_folder(folder, start)  # before anything is written to somebody's files
     with lock_folder(folder):
         try:
             for part in folder.glob("*.part"):  # left by a process that was killed during a save
@@ -2653,7 +2652,8 @@ def take_folder(out, resume, inspect, ranks, exits):
                 token = folder / f"{os.urandom(8).hex()}.part"  # a new name, which no NFS has cached
                 exits.callback(data.remove, token)
                 data.make_folder(token)
-            found = folder, token, checkpoint, revisions_of(checkpoint)
+            revisions = from_args_json(checkpoint.parent, "revisions", dict) if checkpoint else {}
+            found = folder, token, checkpoint, revisions
     folder, token, checkpoint, revisions = ranks.gather(found)[0]
     with ranks.agree():
         if token and not appears(token):  # compare_ranks() looks for the checkpoint
@@ -2676,16 +2676,12 @@ def appears(path, n_bytes=None):
     return False
 
 
-def revisions_of(checkpoint):
-    """-> the revisions in args.json of a checkpoint's run, {} without an args.json."""
-    return from_args_json(checkpoint.parent, "revisions", dict) or {} if checkpoint else {}
-
-
 def from_args_json(run, name, kind):
-    """-> a value in args.json of a run, None if it is not there. kind: str, or dict for one of texts."""
+    """-> a value in args.json of a run, an empty one if it is not there. kind: str, or dict for texts."""
     value = data.read_json(run / "args.json", optional=True).get(name)
+    value = kind() if value is None else value
     parts = value.values() if isinstance(value, dict) else ()
-    if not isinstance(value, (kind, type(None))) or not all(isinstance(part, str) for part in parts):
+    if not isinstance(value, kind) or not all(isinstance(part, str) for part in parts):
         expected = "a text" if kind is str else "texts by their names"
         raise ValueError(f"{run / 'args.json'}: {name} is {str(value)[:100]}: expected {expected}")
     return value
@@ -2708,22 +2704,19 @@ def is_run(folder):
     return False
 
 
-def check_folder(folder, checkpoint):
-    """ValueError if the folder contains what a run that continues `checkpoint` must not overwrite."""
+def check_folder(folder, start):
+    """ValueError if the folder contains what a process that goes on from `start` must not overwrite."""
     names = set()
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # perhaps it has just been removed
+    with (data.writing(f"--out {folder}", "folder", "read"),
+          contextlib.suppress(FileNotFoundError, NotADirectoryError)):  # perhaps it has just been removed
         names = {*os.listdir(folder)}
     if names <= {"lock", "args.json.part"}:  # nothing, or what a start that was killed at once has left
         return
     if not is_run(folder):
         raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them "
                          "(older versions' has no mark): give a new or an empty folder, also beside --resume")
-    for name in names:
-        # whoever opens a pipe waits for its other end, for ever
-        if not (name.endswith(".part") or (folder / name).is_dir()):
-            data.check_is_file(folder / name)
     newest = newest_checkpoint(folder)
-    if newest and checkpoint and newest.samefile(checkpoint):
+    if start and any(path and path.exists() and path.samefile(start) for path in (newest, folder / "final")):
         return
     if newest or names & {"final", "merged"}:
         how = "no checkpoint of it is there to be continued:"
@@ -2792,16 +2785,14 @@ def read_state(folder, settings, ranks):
         raise ValueError(f"{folder / STATE}: has no {data.listing(missing)}: another version of oomph "
                          "wrote it: continue with that one, or start a new run with another --out")
     if folder.name != f"checkpoint-{state['step']}":
-        raise ValueError(f"{folder / STATE}: of step {state['step']}, in the folder of another one; {REMOVE}")
+        raise ValueError(f"{folder / STATE}: of step {state['step']}, in the folder of another one: name the "
+                         f"folder checkpoint-{state['step']}")
     # Every byte is read, so the ranks divide the files among them. The caller is inside Ranks.agree().
     for name in list(state["files"])[ranks.rank :: ranks.world]:
         path = folder / name
         if not path.is_file() or [path.stat().st_size, data.crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
     compare_settings(f"--resume {folder}", state["settings"], settings, ranks)
-    best = state["best_eval"]
-    if best and not math.isfinite(best["eval_loss"]):  # older versions took nan for the best
-        state["best_eval"] = None
     return state
 
 
@@ -2820,8 +2811,8 @@ def compare_settings(checkpoint, saved, settings, ranks):
                          "(flags, data, version of oomph), or start a new run with another --out")
     unknown = settings.keys() - saved.keys()
     if unknown:
-        ranks.say(f"note: {checkpoint} is of an older version and lacks {data.listing(unknown)}: whether "
-                  "these were the same is not compared")
+        ranks.note(f"{checkpoint} is of an older version and lacks {data.listing(unknown)}: whether these "
+                   "were the same is not compared")
 
 
 def training_tensors(model, optimizer, nonfinite):
@@ -2993,8 +2984,8 @@ def say_space(args, trainer, reader, saver):
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(saver.out).free
         if needed > free:
-            saver.ranks.say(wrapped(f"note: {saver.out}: its disk has {free / GIB:.2f} GiB free, and a "
-                                    f"checkpoint and the result need {needed / GIB:.2f}"))
+            saver.ranks.note(f"{saver.out}: its disk has {free / GIB:.2f} GiB free, and a checkpoint and the "
+                             f"result need {needed / GIB:.2f}")
 
 
 def fixed_settings(args, config, loader, reader):
@@ -3121,7 +3112,8 @@ ANSWERS = {
     "early_stopping_patience early_stopping load_best_model_at_end metric_for_best_model":
         "did you mean --patience? Without it, the best checkpoint is kept: --export makes a model of it",
     "eval_strategy evaluation_strategy save_strategy": "--eval_every N and --save_every N count steps",
-    "attn_implementation flash_attn flash_attention": "attention takes the fastest kernel by itself",
+    "attn_implementation flash_attn flash_attention flash_attention_2":
+        "attention takes the fastest kernel by itself",
     "push_to_hub hub_model_id": "after the run, `hf upload NAME OUT/final` does that",
     "gpus n_gpus ngpus num_gpus gpu_ids device devices device_map":
         "CUDA_VISIBLE_DEVICES=0,1 chooses GPUs, and torchrun --nproc_per_node N train.py ... uses N of them",
@@ -3192,7 +3184,7 @@ def make_parser():
         "fp16 compute; bf16, fp32: everything in that format (default: mixed; without bf16 instructions fp16 "
         "on a GPU, fp32 on a CPU)", choices=("mixed", "bf16", "fp16", "fp32"), fixed=True)
     add(model, "--adapter", path, None, "PEFT adapter to train on: a folder, a Hub id, a run. It sets rank, "
-        "alpha, rsLoRA and targets", also="adapter_name_or_path lora_model_dir")
+        "alpha, rsLoRA and targets", also="adapter_name_or_path adapter_path lora_model_dir")
 
     method = parser.add_argument_group("method (default: full fine-tuning)")
     switch(method, "--lora", "train low-rank adapters and freeze all other weights", fixed=True,
@@ -3227,12 +3219,12 @@ def make_parser():
         everyday=True, also="dataset datasets dataset_name dataset_dir train_file train_data data_path")
     add(dataset, "--eval_data", path, None, "files to evaluate on, or how many examples of --data to hold "
         "out, below 1 their fraction", nargs="+", everyday=True, needs="data",
-        also="eval_dataset eval_file validation_file val_set_size val_size test_size")
+        also="eval_dataset eval_file validation_file val_set_size val_size test_size val_split eval_split")
     add(dataset, "--columns", column, None, "rename columns: question=instruction reads the column "
         "'question' as 'instruction'", nargs="+", metavar="COLUMN=KEY", fixed=True,
         also="dataset_text_field text_column text_field")
     add(dataset, "--seq_len", WHOLE, 1024, "tokens per row", fixed=True, everyday=True,
-        also="max_length max_seq_length model_max_length sequence_len cutoff_len block_size")
+        also="max_length max_seq_length model_max_length sequence_len seq_length cutoff_len block_size")
     add(dataset, "--overflow", str, None, "what to do with documents longer than a row (default: split "
         "texts, drop others)", choices=("split", "drop", "truncate"))
     switch(dataset, "--packing", "pack several documents into each row; they do not see each other", on=True,
@@ -3273,7 +3265,8 @@ def add_memory_flags(parser):
         needs="--offload params and --lora or --qlora: it is about frozen weights in host memory")
     add(memory, "--activation_checkpointing", BLOCKS, "auto", "recompute the first N blocks (or all) in the "
         "backward. auto: as few as 90 %% of the GPU's memory allows; all on a CPU without --gpu_gib, or with "
-        "--offload activations", nargs="?", const="all", everyday=True, also="gradient_checkpointing")
+        "--offload activations", nargs="?", const="all", everyday=True,
+        also="gradient_checkpointing grad_checkpoint")
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)
@@ -3299,7 +3292,8 @@ def add_run_flags(parser):
         also="batch per_device_train_batch_size train_batch_size micro_batch_size")
     add(schedule, "--grad_accum", WHOLE, 1, "micro-batches per step", everyday=True,
         also="gradient_accumulation_steps")
-    add(schedule, "--steps", WHOLE, None, "steps, in place of --epochs", everyday=True, also="max_steps")
+    add(schedule, "--steps", WHOLE, None, "steps, in place of --epochs", everyday=True,
+        also="max_steps num_steps total_steps max_iters iters")
     add(schedule, "--epochs", AMOUNT, 1.0, "passes over the data", everyday=True,
         also="num_train_epochs num_epochs n_epochs")
     add(schedule, "--lr", AMOUNT_OR_0, None, "peak learning rate (default: for adapters, 5e-4 * (2000 / "
@@ -3316,7 +3310,7 @@ def add_run_flags(parser):
         choices=("cosine", "linear", "constant"), fixed=True, also="lr_scheduler_type lr_scheduler scheduler")
     add(schedule, "--weight_decay", AMOUNT_OR_0, 0.01, "weight decay, applied to matrices only", fixed=True)
     add(schedule, "--clip", AMOUNT_OR_0, None, "maximum gradient norm; 0: no limit (default: 1; 0 with "
-        "--optim_in_backward)", fixed=True, also="max_grad_norm gradient_clipping grad_clip")
+        "--optim_in_backward)", fixed=True, also="max_grad_norm gradient_clipping grad_clip clip_grad")
     add(schedule, "--seed", WHOLE_OR_0, 0, "seed of data order, weights, adapters, dropout", fixed=True,
         also="random_state random_seed")
 
@@ -3349,7 +3343,8 @@ def add_run_flags(parser):
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot", "write memory.pickle of three steps, for pytorch.org/memory_viz",
            needs="a GPU")
-    add(run, "--export", path, None, "write final/ of a checkpoint and exit", metavar="RUN/checkpoint-N")
+    add(run, "--export", path, None, "write final/ of a checkpoint, or of the newest in RUN, and exit",
+        metavar="RUN/checkpoint-N")
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
         "and without --data, only merge", everyday=True, also="merge_and_unload merge_lora")
     add(run, "--system", str, None, "system message of --chat and --sample", needs="--chat or --sample")
@@ -5379,6 +5374,8 @@ def launch(argv=None):
             message = f"interrupted, {saved} is complete: the same command with --resume continues it"
     except Exception as error:
         if lost_another_rank(error):
+            # torchrun prints one of all ranks' messages; without it each machine may have its own screen
+            speaks = speaks or "TORCHELASTIC_RUN_ID" not in os.environ
             # the rank that ended first, or torchrun, says why; gloo names it, with a time that is cut off
             which = re.sub(r" in \d+ ms$|\. This is.*", "", str(error).splitlines()[0])
             message = (f"lost contact with another rank at step {progress['step']}, in {stack_of(error)}: it "

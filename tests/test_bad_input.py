@@ -285,17 +285,19 @@ def test_half_of_the_environment_of_a_rank_is_one_message(monkeypatch, capsys, c
     assert_says(said, [value or name, "torchrun sets", "unset RANK"])
 
 
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
 @pytest.mark.parametrize("tasks, rank, is_said", [("4", None, True), ("1", None, False), ("4", "0", False)])
-def test_tasks_of_slurm_without_torchrun_hear_that_each_trains_alone(monkeypatch, capsys, tasks, rank, is_said):
-    monkeypatch.setenv("SLURM_NTASKS", tasks)
+def test_tasks_of_a_job_without_torchrun_hear_that_each_trains_alone(
+        monkeypatch, capsys, name, tasks, rank, is_said):
+    monkeypatch.setenv(name, tasks)
     monkeypatch.delenv("RANK", raising=False)
     if rank:
-        for name, value in OF_RANK_0.items():
-            monkeypatch.setenv(name, value)
+        for variable, value in OF_RANK_0.items():
+            monkeypatch.setenv(variable, value)
         monkeypatch.setattr(train, "rendezvous", lambda *_, **__: iter([(HashStore(), 0, 1)]))
     ranks = train.Ranks(want_group=False, timeout=1800)
     ranks.leave()
-    assert ("note: SLURM has 4 tasks, and this one trains alone" in capsys.readouterr().err) == is_said
+    assert (f"note: {name} is 4, and this task trains alone" in capsys.readouterr().err) == is_said
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

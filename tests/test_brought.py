@@ -1008,8 +1008,10 @@ def test_shards_of_other_trainers_are_named(tmp_path, name):
 def test_a_checkpoint_of_another_trainer_is_no_damaged_one(tmp_path):
     folder = model_with_weights(tmp_path / "checkpoint-100")
     (folder / train.STATE).write_text('{"global_step": 100, "log_history": []}')
-    with pytest.raises(ValueError, match=r"another trainer: --model .*checkpoint-100 begins with its weights"):
-        train.checkpoint_to_resume(None, str(folder))
+    for flag in ("resume", "export"):
+        for named in (folder, tmp_path):  # a checkpoint, or the folder that has some
+            with pytest.raises(ValueError, match=f"--{flag} .* another trainer: --model .*-100 begins with"):
+                train.find_checkpoint(flag, str(named))
     # nor is it a run's that has no model yet
     assert train.parse_args(["--model", str(folder)]).model == str(folder)
 

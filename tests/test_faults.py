@@ -221,7 +221,7 @@ def test_any_flipped_bit_of_the_state_is_noticed(saved):
 
 def test_a_checkpoint_renamed_to_another_step_is_refused(saved):
     renamed = saved.rename(saved.with_name("checkpoint-6"))  # no file of it has changed
-    with pytest.raises(ValueError, match=f"{renamed / train.STATE}: of step 4, in the folder of another one"):
+    with pytest.raises(ValueError, match=f"{renamed / train.STATE}: of step 4, .*: name the folder checkpoint-4"):
         train.read_state(renamed, {}, ALONE)
 
 
@@ -617,6 +617,22 @@ def test_a_rank_that_is_stuck_outside_of_a_step_is_named_and_ends_the_job(job, t
         assert stuck.place in message
         assert "([Rank 0]: Ranks 1 failed to pass monitoredBarrier. " in message
         assert "--timeout N waits for 4 N seconds" in message
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_rank_that_loses_rank_0_says_so_unless_torchrun_does(monkeypatch, capsys, by_torchrun):
+    """Without torchrun each machine may have a screen of its own, and rank 0's has gone."""
+    def main(*_):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.9.0.1]:23469")
+
+    for name in train.OF_GROUP:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(train, "main", main)
+    assert train.launch([]) == 1
+    assert ("lost contact with another rank" in capsys.readouterr().err) == (not by_torchrun)
 
 
 def wait_for_rank_0(file):

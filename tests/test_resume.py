@@ -5,7 +5,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import os
 import shutil
 import time
 import zlib
@@ -595,7 +594,7 @@ def test_another_table_of_documents_is_no_other_data_and_a_checksum_of_before_is
     older = {name.replace("of all", "of"): value for name, value in state["settings"].items()}
     (folder / train.STATE).write_text(json.dumps(data.with_checksum(state | {"settings": older})))
     said = []
-    ranks = SimpleNamespace(rank=0, world=1, say=said.append)
+    ranks = SimpleNamespace(rank=0, world=1, note=said.append)
     assert new in state["settings"]
     assert train.read_state(folder, state["settings"], ranks)["step"] == 2
     assert "lacks the checksum of all --data's tokens and masks: whether these were the same is not compared" in said[0]
@@ -744,14 +743,6 @@ def test_starts_and_ends_at_once_share_no_folder(tmp_path):
     assert codes == [0, 0, 0], "".join(log.read_text() for log in logs)
 
 
-@pytest.mark.parametrize("name", ["args.json", "metrics.jsonl", "loss.svg", "trace.json.gz"])
-def test_a_pipe_in_the_folder_of_a_run_is_named_and_not_waited_for(runs, name):
-    (runs / "run" / name).unlink(missing_ok=True)
-    os.mkfifo(runs / "run" / name)
-    with pytest.raises(ValueError, match=f"{name}: not a file|{FOREIGN}"):
-        find("run", "auto")
-
-
 def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     argv = [str(word) for word in (*job, "--steps", 1, "--out", out)]
@@ -799,8 +790,11 @@ def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_mode
     assert train.launch(command.split()) == 0
     kept.rename(six_rows)
     assert f"done: {out}-step-2/final has step 2" in capsys.readouterr().out
-    assert train.launch(["--export", str(out)]) == 1
-    assert "give a RUN/checkpoint-<step>" in capsys.readouterr().err
+    # a run stands for its newest checkpoint, as for --resume
+    assert train.launch(["--export", str(out)]) == 0
+    assert f"done: {out}-step-3/final has step 3" in capsys.readouterr().out
+    assert train.launch(["--export", str(out / "final")]) == 1
+    assert f"--export {out}/final: no trainer_state.json and no complete checkpoint-" in capsys.readouterr().err
     assert train.launch([*argv, "--steps", "2", "--out", str(tmp_path / "two")]) == 0
     name = "adapter_model.safetensors" if method else "model.safetensors"
     assert (tmp_path / "run-step-2/final" / name).read_bytes() == (tmp_path / "two/final" / name).read_bytes()
@@ -824,12 +818,29 @@ def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_mode
         assert f"{out}/args.json: {next(iter(broken))} is " in capsys.readouterr().err
 
 
+def test_an_adapter_on_another_base_or_beside_a_model_is_said(lora_run, tmp_path, capsys):
+    result = lora_run[0] / "final"
+    base = data.read_json(result / "adapter_config.json")["base_model_name_or_path"]
+    copy = shutil.copytree(base, tmp_path / "copy")
+    data.note_once.cache_clear()
+    for model, is_another in ((base, False), (copy, True)):
+        args = train.parse_args(["--adapter", str(result), "--model", str(model)])
+        train.open_config(args, 1, device=None, random_init=True)
+        assert ("names another base" in " ".join(capsys.readouterr().out.split())) == is_another
+    for path in result.glob("adapter_*"):
+        shutil.copy(path, copy)
+    for adapter, is_left_out in ((str(result), False), (None, True)):
+        data.find_result(str(copy), adapter)
+        said = " ".join(capsys.readouterr().out.split())
+        assert (f"the adapter beside this model is not read: --adapter {copy}" in said) == is_left_out
+
+
 def test_a_finished_run_says_so_and_has_no_answer_from_before_its_training(lora_run, tmp_path, capsys):
     out = shutil.copytree(lora_run[0], tmp_path / "run")
     command = [*map(str, lora_run[1]), "--sample", "hi", "--max_new_tokens", "2", "--out", str(out), "--resume"]
     assert train.launch(command) == 0
     said = capsys.readouterr().out
-    assert f"note: this run is finished: {out}/checkpoint-2 has its last step\n" in said
+    assert f"note: this run is finished: {out}/checkpoint-2 has its last step;" in " ".join(said.split())
     assert "after: " in said
     assert "before:" not in said
 

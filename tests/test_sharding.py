@@ -593,6 +593,21 @@ def test_copies_of_model_and_data_may_lie_anywhere_and_may_not_differ(
     assert [what for what in first if first[what] != other[what]] == [name]
 
 
+def test_ranks_compare_the_share_of_the_data_that_they_hold_out(with_weights, few_chats):
+    flags = "--data", few_chats, "--eval_data"
+    first, other = (compared(with_weights, *flags, share) for share in ("0.1", "0.2"))
+    assert [what for what in first if first[what] != other[what]] == ["--eval_data"]
+
+
+def test_ranks_compare_where_an_answer_ends(with_weights, tmp_path):
+    """One that goes on alone would wait for the others for ever."""
+    copy = tmp_path / "copy"
+    shutil.copytree(with_weights, copy)
+    (copy / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    first, other = compared(with_weights), compared(copy)
+    assert [what for what in first if first[what] != other[what]] == ["checksum of the tokenizer"]
+
+
 def test_ranks_compare_flags_versions_and_their_own_code(with_weights, tmp_path, monkeypatch):
     first = compared(with_weights)
     code = tmp_path / "model.py"
@@ -615,7 +630,7 @@ def as_two_machines(argv, flags_of_rank_1, folders):
 
 
 @pytest.mark.parametrize("flags_of_rank_1, folder, words", [
-    ("--lr 0.5", ".", r"ranks differ.*: --lr: 0.01 on rank 0 \(.+\), 0.5 on rank 1 \("),
+    ("--lr 0.5", ".", r"rank 1 \(.+\): ranks differ.*: --lr: 0.01 on rank 0 \(.+\), 0.5 here"),
     ("--lrr 0.5", ".", r"rank 1 \(.+\): --lrr: no such flag"),
     ("", "disk", r"rank 1 \(.+\): --out run: rank 0 .* all ranks have to share the disk"),
 ], ids=["flag", "unknown flag", "disk"])

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import json
 import math
@@ -405,6 +406,18 @@ def cards(*names):
             "get_device_properties": lambda i: SimpleNamespace(name=names[i], total_memory=int(79.1 * GIB))}
 
 
+def ranks_that_print(**parts):
+    """A stand-in for Ranks, as rank 0."""
+    ranks = SimpleNamespace(say=print, **parts)
+    ranks.note = functools.partial(train.Ranks.note, ranks)
+    return ranks
+
+
+def words_of(text):
+    """Text that may have been wrapped, on one line."""
+    return " ".join(text.split())
+
+
 @pytest.mark.parametrize("names, n_local, words", [
     ([], 1, "machine: no GPU, 26 CPU cores, 200.0 GiB of host memory\n"),
     (["NVIDIA H100 80GB HBM3"], 1, "machine: 1 of 1 GPUs (NVIDIA H100 80GB HBM3, 79.1 GiB), 26 CPU cores, 200.0 GiB\n"
@@ -420,7 +433,7 @@ def test_the_start_says_what_it_has_found_and_which_gpus_are_idle(monkeypatch, c
     monkeypatch.setattr(train, "allowed_cores", lambda: 26)
     monkeypatch.setattr(train, "allowed_memory", lambda: 200 * GIB)
     device = torch.device("cuda" if names else "cpu")
-    train.say_machine(SimpleNamespace(device=device, n_local=n_local, say=print))
+    train.say_machine(ranks_that_print(device=device, n_local=n_local))
     assert capsys.readouterr().out == words
 
 
@@ -485,7 +498,7 @@ def test_what_a_large_model_needs_without_a_gpu_is_said(monkeypatch, capsys, fla
     monkeypatch.setattr(train, "allowed_memory", lambda: 16 * GIB)
     args = train.parse_args(flags.split() + ["--random_init"] * ("qwen" in flags))
     before = dict(vars(args))
-    train.say_need_without_gpu(args, SimpleNamespace(world=1, n_local=2, device=CPU, say=print), {})
+    train.say_need_without_gpu(args, ranks_that_print(world=1, n_local=2, device=CPU), {})
     assert vars(args) == before
     said = capsys.readouterr().out.replace("\n  ", " ")
     assert bool(said) == bool(words)
@@ -501,8 +514,8 @@ def test_a_precision_that_is_only_emulated_is_said(monkeypatch, capsys, flag, ha
     args = train.parse_args(["--precision", flag])
     config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
     args.lr = train.default_rate(config, False, False)
-    train.say_notes(args, config, 100, SimpleNamespace(device=CPU, device_name="CPU", say=print))
-    assert ("only emulates bf16: --precision fp32 is faster" in capsys.readouterr().out) == is_said
+    train.say_notes(args, config, 100, ranks_that_print(device=CPU, device_name="CPU"))
+    assert ("only emulates bf16: --precision fp32 is faster" in words_of(capsys.readouterr().out)) == is_said
 
 
 def test_host_memory_is_that_of_this_process_and_not_of_its_parent(monkeypatch):
@@ -813,7 +826,7 @@ def test_what_is_probably_not_meant_gets_a_note(flags, words, monkeypatch, capsy
         args = train.parse_args([*argv, "--compile"])
         train.resolve_for_model(args, config, {}, torch.device("cpu"))
         train.say_notes(args, config, 50, ALONE)
-        return capsys.readouterr().out
+        return words_of(capsys.readouterr().out)
 
     assert words in notes_of(*flags.split())
     assert not notes_of("--warmup", "49")
@@ -930,7 +943,7 @@ def strict_json(text):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_evaluation_that_is_not_finite_is_said_once_and_never_the_best(log, tmp_path, capsys, bad):
-    data.say_once.cache_clear()
+    data.note_once.cache_clear()
     bests = []
     for step, loss in enumerate([bad, 2.0, bad, 1.0, bad], 4):
         log.state["step"] = step
@@ -1320,10 +1333,10 @@ def test_a_disk_without_locks_and_synced_folders_costs_a_note_each(
         shallow, few_chats, tmp_path, monkeypatch, capsys, number_of_lock):
     monkeypatch.setattr(train.fcntl, "flock", refusing(fcntl.flock, lambda file: True, number_of_lock))
     monkeypatch.setattr(data.os, "fsync", refusing(os.fsync, is_folder, errno.EINVAL))
-    data.say_once.cache_clear()
+    data.note_once.cache_clear()
     argv = ["--model", shallow, "--random_init", "--data", few_chats, "--seq_len", 64, "--steps", 2, "--save_every", 1]
     assert train.launch([*map(str, argv), "--out", str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
+    said = words_of(capsys.readouterr().out)
     assert said.count(f"note: --out {tmp_path}/run: its disk has no file locks") == 1
     assert said.count("note: this disk does not sync folders") == 1
     assert train.checkpoints(tmp_path / "run").keys() == {1, 2}
