@@ -40,6 +40,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -330,7 +331,7 @@ GIVEN_TO_TEMPLATES = "messages", "tools", "documents", "add_generation_prompt"
 NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thought
 # what other models write around a thought, at the beginning of an answer
-OTHER_TAG = re.compile(r"\s*([<\[]\|?(?:think\w*|thoughts?|reason\w*)\|?[>\]])", re.IGNORECASE)
+OTHER_TAG = re.compile(r"\s*([<\[]\|?[\w:]*(?:think|thought|reason)\w*\|?[>\]])", re.IGNORECASE)
 SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
 THINK = "<think>", "</think>"
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
@@ -828,8 +829,11 @@ class Tokenizer:
             is_in_place = self.thought_form == "tags" and self.tags[0] in before
             if is_in_place or not is_there or opening in thought:  # or no thought, or words before it
                 return message
-        others = {key: value for key, value in message.items() if key not in THOUGHTS}
-        return others | self.state_thought(self.thought_form, thought, said)
+        moved = message | self.state_thought(self.thought_form, thought, said)
+        if self.thought_form != "field":
+            for key in THOUGHTS:
+                dict.pop(moved, key, None)
+        return moved
 
     def thought_of_prompt(self):
         """How prompts end: in <think>, in an empty thought (the model is not to think), or in neither: ""."""
@@ -947,7 +951,6 @@ class Tokenizer:
         forgets = "training on them teaches the model to stop reasoning in its default mode"
         if "enable_thinking" in self.template_reads:
             forgets += "; --template_args enable_thinking=false puts the empty thought into the prompt"
-        unending = f"answers begin a thought that never ends: {opening} without {closing}"
         for document in documents:
             for start, stop in [span for span in document.spans if span[0] < span[1]]:
                 answer = self.reserved.sub("", document.text[start:stop])
@@ -955,22 +958,19 @@ class Tokenizer:
                     answer = opening + answer
                 thought, _, said = answer.rpartition(closing)
                 said, is_cut, _ = said.partition(opening)
-                if is_cut:
-                    report.note(unending)
+                report.note(f"answers begin a thought that never ends: {opening} without {closing}", bool(is_cut))
                 if not said.strip():
                     document.spans.remove((start, stop))
-                    if thought.replace(opening, "").strip():
-                        report.note("answers are a thought with nothing behind it: not trained on")
-                    elif not is_cut:
-                        report.note("answers are empty: not trained on")
+                    is_thought = bool(thought.replace(opening, "").strip())
+                    report.note("answers are a thought with nothing behind it: not trained on", is_thought)
+                    report.note("answers are empty: not trained on", not is_thought and not is_cut)
                     continue
-                if self.empty_in_answer.match(answer):
-                    report.note(f"answers begin with an empty thought: {forgets}")
-                if opens and closing not in answer:
-                    report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}")
-                if answer.count(closing) > 1:
-                    report.note(f"answers have {closing} more than once: the model learns to think in its "
-                                "answer")
+                report.note(f"answers begin with an empty thought: {forgets}",
+                            bool(self.empty_in_answer.match(answer)))
+                report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}",
+                            bool(opens and not answer.lstrip().startswith(opening)))
+                report.note(f"answers have {closing} more than once: the model learns to think in its answer",
+                            answer.count(closing) > 1)
                 if self.thought_form and (tag := OTHER_TAG.match(said)):
                     report.note(f"answers begin with {tag[1]}, which is text: the template's thoughts are in "
                                 f"{opening}")
@@ -1185,15 +1185,18 @@ OF_CHATS = "system", *TOOLS_KEYS, "chat_template_kwargs"
 OF_CONVERSATIONS = *OF_CHATS, "history"
 KEYS = {key: None for needs in [*FORMATS.values(), OF_CONVERSATIONS, ["input"]] for key in needs}
 QUESTION_KEYS = ["question", "query", "instruction", "input"]  # Orca's and Alpaca's, for a pair's prompt
+MAY_BE_CHATS = {"prompt", "completion", *FORMATS[PAIR]}  # the other keys have texts
 # {a key: words in the names that it has elsewhere}, for advice
 COLUMN_NAMES = {
     "chosen": "chosen preferred accepted winner positive better good pos j".split(),
     "rejected": "rejected dispreferred unpreferred loser negative worse bad neg k".split(),
     "instruction": "question query problem prompt user human q input request task instruction title".split(),
-    "output": "answer answers response completion assistant gpt reply solution target a output".split(),
+    "output": "answer answers response completion assistant gpt reply solution generation target a output "
+              "chosen".split(),
     "input": ["context", "passage", "document"],
     "text": ["content", "body", "document", "article", "code", "passage"],
 }
+COLUMN_NAMES["completion"] = COLUMN_NAMES["output"]
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory, ms-swift, Gemini, LangChain and OpenAI's first calls of functions call them
 OTHER_ROLES = {
@@ -1205,6 +1208,8 @@ CALL_ROLES = "function_call", "tool_call"  # whose content is a call
 SAID = {"content", "tool_calls", "function_call", "refusal"}
 # keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
+# TRL's and LLaMA-Factory's keys of unpaired preferences, true or false: a number in one is a class
+LABELS = "label", "kto_tag"
 # the arguments of a call, in OpenAI's, LangChain's, Llama's and Anthropic's files
 ARGUMENTS = "arguments", "args", "parameters", "input"
 CHECKED_KEYS = *TRAINED_KEYS, "tool_calls", "function_call"  # check_message() has other keys for them
@@ -1357,45 +1362,55 @@ def format_of(row, columns, needs_pairs, nulls):
     if forms and is_pair == needs_pairs:
         return forms[0]
     if is_pair:
-        name = "completion" if "prompt" in row else "output"
-        if begins_with_question(from_json(dict.get(row, "chosen"))):
-            name = "messages"
-        raise ValueError("rows with 'chosen' and 'rejected': these need --dpo --lora; "
-                         f"--columns chosen={name} trains on the chosen answers alone")
+        problem = "rows with 'chosen' and 'rejected': these need --dpo --lora"
+        advice = "chosen=messages"
+        if not begins_with_question(from_json(dict.get(row, "chosen"))):
+            advice = columns_for({key: value for key, value in dict.items(row) if key != "rejected"}, False)
+        if advice:
+            problem += f"; --columns {advice} trains on the chosen answers alone"
+        raise ValueError(problem)
     expected = f"expected an object with {' or '.join(FORMATS)}"
     if needs_pairs:
         expected = "--dpo needs rows with 'chosen' and 'rejected'"
     if nulls := KEYS.keys() & nulls:
         expected += f"; {listing(nulls)}: null"
     advice = columns_for(row, needs_pairs) or ("COLUMN=KEY renames them. A message has 'role' and 'content', "
-                                               "or 'from' and 'value'")
+                                               "or 'from' and 'value', and 'messages' lists them")
     raise ValueError(f"{expected}; got the keys {listing(row, 20) or '(none)'}: --columns {advice}")
 
 
 def columns_for(row, needs_pairs):
     """The words of --columns that make an example of a row whose keys have other names, "" if none do."""
-    chats = [key for key, value in dict.items(row) if are_messages(from_json(value))]
-    if chats and not needs_pairs:
-        return f"{chats[0]}=messages"
+    if are_messages([row]):  # a message of a chat, whose content would become a text
+        return ""
+    values = {key: from_json(value) for key, value in dict.items(row)}
+    chats = {key: value for key, value in values.items() if are_messages(value)}
     words_of = {key: re.split(r"[\W_]+", key.lower()) for key, value in dict.items(row)
-                if isinstance(value, str) or key in chats}
-    forms = [(FORMATS["instruction + output"], ["input"]), (FORMATS["text"], [])]  # the second ones may lack
+                if key in chats or isinstance(value, str)}
+    questions = [key for key, chat in chats.items() if not is_answer(chat[-1])]
+    whole = [key for key, chat in chats.items() if begins_with_question(chat) and any(map(is_answer, chat))]
+    forms = ["instruction", "output"], ["prompt", "completion"], ["text"]
+    may_have = ["input"]
     if needs_pairs:
-        has_question = not {"prompt", *QUESTION_KEYS}.isdisjoint(row)
-        forms = [(FORMATS[PAIR], [] if has_question else ["instruction"])]
-    for needs, may_have in forms:
-        free = [*row]
-        renamed = {}
+        forms = [FORMATS[PAIR]]
+        may_have = ["prompt" if questions else "instruction"]
+        if not {"prompt", *QUESTION_KEYS}.isdisjoint(row):
+            may_have = []
+    elif answered := [key for key in whole if key not in (*questions, "messages")]:
+        return f"{answered[0]}=messages"
+    for needs in forms:
+        column_of = {}
         for key in (*needs, *may_have):
-            names = [name for word in COLUMN_NAMES[key] for name in free if word in words_of.get(name, ())]
-            if key in free:
-                free.remove(key)
-            elif names:
-                free.remove(names[0])
-                renamed[key] = names[0]
-        if all(key in row or key in renamed for key in needs):
-            return " ".join(f"{name}={key}" for key, name in renamed.items())
-    return ""
+            names = [name for word in COLUMN_NAMES.get(key, []) for name in words_of if word in words_of[name]]
+            if key == "prompt":
+                names = questions
+            free = [name for name in (key, *names) if name in words_of and name not in column_of.values()
+                    and (name not in chats or key in MAY_BE_CHATS)]
+            if free:
+                column_of[key] = free[0]
+        if all(key in column_of for key in needs):
+            return " ".join(shlex.quote(f"{name}={key}") for key, name in column_of.items() if name != key)
+    return f"{whole[0]}=messages" if whole and not needs_pairs else ""
 
 
 def from_openai(row):
@@ -1413,16 +1428,19 @@ def from_openai(row):
     return Row(others | asked)
 
 
+def marks_in(place, keys):
+    """{key: what a row or a message says of training: a number, true or false, maybe as a text}."""
+    values = {key: dict.get(place, key) for key in keys}
+    return {key: from_json(str(value).lower()) for key, value in values.items()
+            if value not in (None, "", "null")}
+
+
 def check_marks(row, form, report):
     """Raises a ValueError if a row says that nobody should learn its answer. Counts what says neither."""
-    # TRL's unpaired preferences have a label that is true or false; a number in it is a class
-    marks = {key: from_json(str(dict.get(row, key)).lower())
-             for key in (*TRAINED_KEYS, "label") if key in row}
-    if not isinstance(marks.get("label"), bool) or form == "text":
-        marks.pop("label", None)
-    for key, mark in marks.items():
-        if not isinstance(mark, int | float):
-            continue  # a text says nothing of training
+    for key, mark in marks_in(row, (*TRAINED_KEYS, *LABELS)).items():
+        is_class = key in LABELS and (form == "text" or not isinstance(mark, bool))
+        if is_class or not isinstance(mark, int | float):
+            continue  # it says nothing of training
         if mark <= 0:
             raise ValueError(f"{key!r} is {quoted(row[key])}: nobody should learn this answer: leave such "
                              f"rows out of the file, or {key!r} if it means something else")
@@ -1442,15 +1460,14 @@ def check_marks(row, form, report):
 def read_answers(row, keys):
     """-> (prompt, [the answer of each key]), which are all texts, or all lists of messages."""
     answers = [text_or_messages(row, key) for key in keys]
-    prompt = text_or_messages(row, "prompt") if row.get("prompt") else ""
     has_question = any(begins_with_question(answer) for answer in answers)
-    is_chat = any(isinstance(one, list) for one in (prompt, *answers))
+    is_chat = any(isinstance(answer, list) for answer in answers)
     is_chat = is_chat or any(row.get(key) for key in OF_CONVERSATIONS)
-    if len(keys) == 2 and not prompt and not has_question:
+    question = "prompt"
+    if len(keys) == 2 and not row.get("prompt") and not has_question:
         question = question_in(row, is_chat)
-        if question:
-            prompt = text_or_messages(row, question)
-            is_chat = True
+    prompt = text_or_messages(row, question) if row.get(question) else ""
+    is_chat = is_chat or isinstance(prompt, list) or question != "prompt"
 
     if not is_chat:  # texts, of which a pair's may begin with the question
         n = 0 if prompt or len(keys) == 1 else len(os.path.commonprefix(answers))  # noqa: RUF071
@@ -1471,25 +1488,32 @@ def read_answers(row, keys):
         answers = [answer[len(begin) :] for answer in answers]
         prompt = begin
     if isinstance(prompt, str):
-        prompt = messages_of(row | {"instruction": prompt, "output": ""}, "instruction + output")[:-1]
+        asked = row | {"instruction": prompt, "output": ""}
+        if question == "input":  # it would stand below itself
+            del asked["input"]
+        prompt = messages_of(asked, "instruction + output")[:-1]
         if len(keys) == 1:  # Alpaca's form, whose history is trained on
             return prompt, answers
     return [message | {"weight": 0} for message in prompt], answers
 
 
+def role_of(message):
+    role = str(dict.get(message, "role", dict.get(message, "from")))
+    return OTHER_ROLES.get(role, role)
+
+
 def is_answer(message):
-    return OTHER_ROLES.get(message["role"], message["role"]) == "assistant"
+    return role_of(message) == "assistant"
 
 
 def begins_with_question(messages):
     """Whether the first message, except system messages, is the user's. A text has none."""
-    roles = [dict.get(one, "role") for one in messages if isinstance(one, dict)]
-    first = next((role for role in roles if role not in ("system", "developer")), None)
-    return first in ("user", "human")
+    roles = [role_of(one) for one in messages if isinstance(one, dict)]
+    return next((role for role in roles if role not in ("system", "developer")), None) == "user"
 
 
 def question_in(row, is_chat):
-    """The key of the question in a pair without 'prompt'. None: its texts may begin with the question."""
+    """The key of the question in a pair without 'prompt', and 'prompt' if its texts may begin with it."""
     names = [key for key in QUESTION_KEYS if key in row]
     names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
     if len(names) == 1:
@@ -1498,24 +1522,22 @@ def question_in(row, is_chat):
     names = names or [key for key, value in dict.items(row) if next(texts_in(value), None) is not None
                       and key not in (*OF_CHATS, *FORMATS[PAIR], "label")]
     if names:
-        is_list = are_messages(from_json(dict.get(row, names[0])))
-        key = "prompt" if is_list or "instruction" in names else "instruction"
+        key = "prompt" if "instruction" in names else "instruction"
         advice = columns_for(dict(row, chosen="", rejected=""), True) or f"{names[0]}={key}"
         raise ValueError(f"no prompt, but {listing(names)}: --columns {advice} has to say which is the "
                          "question")
     if is_chat:
         raise ValueError("no prompt: expected 'prompt', or answers that both begin with the user's question")
-    return None
+    return "prompt"
 
 
 def are_messages(value):
     """Whether a value is a list of messages. A text may be a JSON list of other objects."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
         return False
     say_something = all({"from", "value"} <= one.keys() or ("role" in one and not SAID.isdisjoint(one))
                         for one in value)
-    roles = {str(dict.get(one, "role", dict.get(one, "from"))) for one in value}
-    return say_something and not roles.isdisjoint([*ROLES, *OTHER_ROLES])
+    return say_something and not {*map(role_of, value)}.isdisjoint(ROLES)
 
 
 def text_or_messages(row, key):
@@ -1655,8 +1677,9 @@ def turns_of(row, key):
             raise ValueError(f"a message of {key!r} must be an object with 'role' and 'content', or 'from' "
                              f"and 'value', got {quoted(turn)}")
         if "role" not in turn:
-            said = Row({"role": turn.pop("from"), "content": turn.pop("value", None)}, turn._looked_at)
-            turn = said | dict(turn)
+            turn = Row({"role": turn.pop("from")}, turn._looked_at) | dict(turn)
+            if "content" not in turn:
+                turn["content"] = turn.pop("value", None)
         messages.append(turn)
     return messages
 
@@ -1708,13 +1731,9 @@ def check_message(given, schemas, report):
         message["role"] = role = OTHER_ROLES.get(role, role)
     if role not in ROLES:
         raise ValueError(f"unknown role {quoted(role)}; expected {', '.join(ROLES)}")
-    for key in TRAINED_KEYS:
-        value = dict.get(given, key)
-        if value in (None, "", "null"):
-            continue
-        mark = from_json(str(value).lower())
+    for key, mark in marks_in(given, TRAINED_KEYS).items():
         if mark not in (0, 1):
-            raise ValueError(f"{key!r} must be 0 or 1, got {quoted(value)}")
+            raise ValueError(f"{key!r} must be 0 or 1, got {quoted(given[key])}")
         if mark == 0 or role == "assistant":
             given.get(key)  # else it asks to train on what somebody else says: it is not looked at
         if mark == 0:
@@ -1728,9 +1747,10 @@ def check_message(given, schemas, report):
     content = message.get("content")
     if not isinstance(content, str) and (content is not None or not calls):
         raise ValueError(f"{must}, got {quoted(content)}; its keys: {listing(message)}")
-    thoughts = [text_in(given, key) for key in THOUGHTS if key in message]
-    if thoughts:  # templates read it by the first or by the second of these names
-        message = {"thinking": thoughts[0]} | message | {"reasoning_content": thoughts[0]}
+    if role == "assistant" and (names := [key for key in THOUGHTS if key in message]):
+        thought = text_in(given, names[0])
+        # templates read it by the first or by the second of these names
+        message = {"thinking": thought} | message | {"reasoning_content": thought}
     return Row(message, given._looked_at)
 
 
@@ -1742,7 +1762,8 @@ def text_of_part(part, must):
     text = part.get("refusal" if kind == "refusal" else "text")
     if kind in TEXT_PARTS and isinstance(text, str):
         return text
-    expected = "expected calls in 'tool_calls', and each result in a message of the role 'tool'"
+    expected = ("expected calls in 'tool_calls', each result in a message of the role 'tool', and a thought "
+                "in 'reasoning_content'")
     if re.match("image|input_image|audio|input_audio|video|file", str(kind)):
         expected = "oomph reads text only: leave such rows out of the file"
     raise ValueError(f"{must}, got a part of the type {quoted(kind)}: {quoted(part)}; {expected}")
@@ -1870,12 +1891,15 @@ def type_of(path, name):
     if raw.startswith(b"PAR1"):
         return "parquet"
     file_type = name.lower().removesuffix(".gz").rpartition(".")[2]
-    if file_type not in FILE_TYPES:
-        with open_bytes(path) as file:
-            if file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"{", b"["):
-                raise ValueError(f"{name}: not a format that is read; {EXPECTED}")
-        return "jsonl"
-    return file_type
+    if file_type in FILE_TYPES and file_type != "txt":
+        return file_type
+    with errors_of(name), open_bytes(path) as file:
+        first = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if file_type == "txt":  # as a text, JSON would be what the model learns to write
+        return "jsonl" if first.startswith((b'{"', b'[{"')) else "txt"
+    if not first.startswith((b"{", b"[")):
+        raise ValueError(f"{name}: not a format that is read; {EXPECTED}")
+    return "jsonl"
 
 
 def files_of(name, revisions):
@@ -1941,6 +1965,8 @@ def json_examples(file):
             continue
         if is_first and start.startswith("[") and not are_messages(from_json(start)):
             items = json.loads(text + file.read(), object_pairs_hook=row_of_pairs)
+            if are_messages(items):  # a chat, whose messages stand on lines of their own
+                items = [items]
             yield from enumerate(({"text": item} if isinstance(item, str) else item for item in items), 1)
             return
         is_first = False
@@ -1959,7 +1985,7 @@ def json_examples(file):
                 position = stop
         except ValueError:  # what is no object is a bad example
             line += text.count("\n", 0, position)
-            yield from enumerate(text[position:].splitlines(), line)
+            yield from enumerate(text[position:].split("\n"), line)
 
 
 def csv_examples(file):
@@ -1969,7 +1995,7 @@ def csv_examples(file):
     reader = csv.reader(file, strict=True)
     line = 1  # the first one of an example, which may have several
     try:
-        header = next(filter(None, reader), [])  # without the blank lines before it
+        header = [name.strip() for name in next(filter(None, reader), [])]  # blank lines may come before it
         if len(header) == 1 and (other := re.search("[;\t]", header[0])):
             raise ValueError(f"line {reader.line_num}: expected commas between columns, got {other[0]!r}")
         if len(set(header)) < len(header):

@@ -223,7 +223,8 @@ def test_an_empty_cell_of_csv_has_no_value(tmp_path, tiny):
     assert file.report.n_bad == 2
     assert file.report.errors.startswith("\n  line 203: not valid example: expected an object with")
     assert file.report.errors.endswith("got the keys instruction: --columns COLUMN=KEY renames them. "
-                                       "A message has 'role' and 'content', or 'from' and 'value'")
+                                       "A message has 'role' and 'content', or 'from' and 'value', and "
+                                       "'messages' lists them")
 
 
 @pytest.mark.parametrize("row", [
@@ -704,7 +705,7 @@ NAMED = {  # rows: words of the refusal
         "must be text, got a part of the type \"tool_use\": {\"id\": \"1\""),
     "Anthropic's result": (
         chat(message("user", [{"type": "tool_result", "tool_use_id": "1", "content": "4"}]), ANSWER),
-        "expected calls in 'tool_calls', and each result in a message of the role 'tool'"),
+        "expected calls in 'tool_calls', each result in a message of the role 'tool', and a thought in "),
     "a part of another type": (
         chat(QUESTION, message("assistant", [{"type": "thinking", "text": "hm"}])), "a part of the type \"thinking\""),
     "an answer that is no text": (
@@ -712,6 +713,7 @@ NAMED = {  # rows: words of the refusal
     "KTO's bad answer": ({"prompt": "q", "completion": "a", "label": False}, "'label' is false: nobody should learn"),
     "KTO's bad answer of csv": (
         {"prompt": "q", "completion": "a", "label": "FALSE"}, "'label' is \"FALSE\": nobody should learn"),
+    "LLaMA-Factory's bad answer": (chat(QUESTION, ANSWER, kto_tag=False), "'kto_tag' is false: nobody should learn"),
     "a row that is not trained on": (chat(QUESTION, ANSWER, train=False), "'train' is false: nobody should learn this"),
 }
 
@@ -1334,6 +1336,17 @@ def test_what_is_lost_on_the_way_is_counted(tmp_path, row, columns, words):
     assert noted(argparse.Namespace(report=report), words) == 1
 
 
+@pytest.mark.parametrize("messages, unread", [
+    ([{**QUESTION, "reasoning_content": "hm"}, ANSWER], {"messages.reasoning_content": 1}),  # nobody thinks there
+    ([QUESTION, {**ANSWER, "reasoning_content": "hm", "reasoning": "no"}], {"messages.reasoning": 1}),
+    ([QUESTION, message("assistant", "<think>hm</think>a", score=7)], {"messages.score": 1}),  # its thought moves
+    ([{"from": "human", "value": "q", "content": "r"}, ANSWER], {"messages.value": 1}),
+])
+def test_a_second_text_of_a_message_is_listed(tmp_path, agent, messages, unread):
+    _, file = read_rows(tmp_path, agent, {"messages": messages})
+    assert file.report.unread == unread
+
+
 def test_a_null_that_a_schema_needs_stays(agent):
     schema = {"name": "f", "parameters": {"properties": {"a": {"default": None, "const": None, "title": None}}}}
     assert '{"a": {"default": null, "const": null}}' in text_of(chat(QUESTION, ANSWER, tools=[schema]), agent)
@@ -1392,6 +1405,8 @@ BYTES = {  # name: content, which is two texts
     "commas.jsonl": GOOD.replace(b"\n", b",\n"),
     "texts.json": b'["a b", "c d"]',
     "pretty.json": b'{\n  "text": "a b"\n}\n{\n  "text": "c d"\n}\n',
+    "lines.txt": GOOD,
+    "blanks.csv": b" text , n\na b,\nc d,\n",
     "marks.jsonl": b"\xef\xbb\xbf" + GOOD.replace(b"\n", "\n\ufeff".encode(), 1),
     "chats.csv": gzip.compress(b"text\na b\nc d\n"),
 }
@@ -1403,6 +1418,20 @@ def test_a_file_is_read_as_its_bytes_say(tmp_path, tiny, name, content):
     documents, file = read_data(tmp_path / name, tiny)
     assert [tiny.core.decode(ids.tolist()) for ids, _ in map(documents.part, range(2))] == ["a b", "c d"]
     assert file.report.n_bad == 0
+
+
+def test_a_chat_over_several_lines_is_one_example(tmp_path, tiny):
+    (tmp_path / "a.json").write_text(json.dumps([QUESTION, ANSWER], indent=1))
+    _, file = read_data(tmp_path / "a.json", tiny)
+    assert (file.report.n_examples, file.report.n_chats, file.report.n_bad) == (1, 1, 0)
+
+
+def test_a_line_separator_inside_of_a_text_ends_no_line_behind_a_bad_one(tmp_path, tiny):
+    separator = "\u2028"  # JSON has it in texts, and str.splitlines() ends a line there
+    lines = ['{"text": "a b"} {"text": }', *[f'{{"text": "a{separator}b"}}'] * 200]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    _, file = read_data(tmp_path / "a.jsonl", tiny)
+    assert (file.report.n_examples, file.report.n_bad) == (202, 1)
 
 
 @pytest.mark.parametrize("content, words", [

@@ -314,6 +314,10 @@ def test_the_answers_of_a_pair_share_a_row(six_pairs, packing):
     # LLaMA-Factory's
     ({"conversations": QUESTION, "chosen": GOOD[0], "rejected": BAD[0]},
      "no prompt, but conversations: --columns conversations=prompt has to say which is the question"),
+    # a chat is the question, rather than a text whose name is one of a question
+    ({"task": "code", "trajectory": QUESTION, "chosen": GOOD, "rejected": BAD},
+     "no prompt, but task, trajectory: --columns trajectory=prompt has to say which is the question"),
+    ({"conversation_a": QUESTION + GOOD, "conversation_b": QUESTION + BAD}, "--columns COLUMN=KEY renames them"),
 ])
 def test_rows_that_are_no_pairs_are_refused_by_name(pairs, tmp_path, row, message):
     path = jsonl(tmp_path / "rows.jsonl", row)
@@ -345,6 +349,13 @@ def test_a_question_by_a_name_that_nobody_reads_is_named_and_its_column_can_be_g
     else:
         assert [chosen.text, rejected.text] == [one.replace("⟦", "").replace("⟧", "") for one in CHATS]
     assert sorted(report.unread) == ["id", "source"]
+
+
+@pytest.mark.parametrize("name", data.QUESTION_KEYS)
+def test_the_question_of_a_pair_stands_in_its_prompt_once(pairs, name):
+    row = {name: "the file", "chosen": "is read from disk", "rejected": BAD}
+    chosen, rejected = data.parse_example(json.dumps(row), pairs)
+    assert [chosen.text, rejected.text] == [one.replace("⟦", "").replace("⟧", "") for one in CHATS]
 
 
 def test_texts_that_begin_alike_may_have_numbers_beside_them_and_no_other_text(pairs):

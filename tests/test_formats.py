@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import re
+import shlex
 import shutil
 import signal
 import string
@@ -893,6 +894,12 @@ RENAMED = {  # the --columns that an error gives: the row
     "dialog=messages": {"dialog": json.dumps([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}])},
     "content=text": {"content": "a b", "id": 1},
     "response=output context=input": {"instruction": "q", "context": "c", "response": "a"},  # Dolly
+    "generation=output": {"instruction": "q", "generation": "a"},  # distilabel
+    "'User Question=instruction' 'Model Answer=output'": {"User Question": "q", "Model Answer": "a"},
+    # a chat that ends in a question is a prompt
+    "context=prompt response=completion": {"context": [QUESTION, ANSWER, QUESTION], "response": "a"},
+    "input=prompt output=completion": {"input": [QUESTION], "output": [ANSWER]},
+    "turns=messages": {"turns": [QUESTION, ANSWER, QUESTION]},  # unless no answer follows it
 }
 
 
@@ -900,13 +907,44 @@ RENAMED = {  # the --columns that an error gives: the row
 def test_columns_make_a_row_of_other_keys_an_example(tiny, columns, row):
     with pytest.raises(ValueError, match=rf"got the keys .*: --columns {columns}$"):
         data.parse_example(json.dumps(row), tiny)
-    renames = [train.column(word) for word in columns.split()]
+    renames = [train.column(word) for word in shlex.split(columns)]
     report = data.FileReport()
     (example,) = data.parse_example(json.dumps(row), tiny, renames, report)
     assert report.renamed == sorted(column for column, _ in renames)
     named = {dict(renames).get(key, key): value for key, value in row.items()}
     (expected,) = data.parse_example(json.dumps(named), tiny)
     assert example == expected
+
+
+def test_a_message_on_a_line_of_its_own_gets_no_advice_to_learn_its_content_as_a_text(tiny):
+    with pytest.raises(ValueError, match=r"--columns COLUMN=KEY .* and 'messages' lists them"):
+        data.parse_example(json.dumps(QUESTION), tiny)
+
+
+PAIR_ROWS = [  # pairs without --dpo, and the --columns that make chats of the chosen answers
+    ({"chosen": [QUESTION, ANSWER]}, "chosen=messages"),
+    ({"chosen": [{"from": "human", "value": "2 + é?"}, {"from": "gpt", "value": "It is 4."}]}, "chosen=messages"),
+    ({"prompt": [QUESTION], "chosen": [ANSWER]}, "chosen=completion"),
+    ({"messages": [QUESTION], "chosen": "It is 4."}, "messages=prompt chosen=completion"),
+    ({"question": "2 + é?", "chosen": "It is 4."}, "question=instruction chosen=output"),
+    ({"prompt": "2 + é?", "chosen": "It is 4."}, "prompt=instruction chosen=output"),
+]
+
+
+@pytest.mark.parametrize("row, columns", PAIR_ROWS)
+def test_pairs_without_dpo_get_the_columns_that_train_on_the_chosen_answers(tiny, row, columns):
+    row["rejected"] = row["chosen"]
+    with pytest.raises(ValueError, match=f"need --dpo --lora; --columns {columns} trains on the chosen answers alone$"):
+        data.parse_example(json.dumps(row), tiny)
+    (example,) = data.parse_example(json.dumps(row), tiny, [train.column(word) for word in columns.split()])
+    (expected,) = data.parse_example(json.dumps({"messages": [QUESTION, ANSWER]}), tiny)
+    assert (example.text, example.spans) == (expected.text, expected.spans)
+
+
+@pytest.mark.parametrize("row", [{"chosen": "Human: q Assistant: a"}, {"chosen": [ANSWER], "question": "q"}])
+def test_pairs_without_dpo_get_no_columns_that_lead_to_the_next_error(tiny, row):
+    with pytest.raises(ValueError, match=r"need --dpo --lora$"):
+        data.parse_example(json.dumps(row | {"rejected": "b"}), tiny)
 
 
 def test_a_renamed_column_comes_before_what_else_a_row_has(tiny):

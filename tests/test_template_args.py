@@ -339,6 +339,7 @@ def test_a_thought_is_moved_to_where_the_template_reads_it(tmp_path, template, e
     ("<thinking>hm</thinking>4.",
      "answers begin with <thinking>, which is text: the template's thoughts are in <think>"),
     ("<|think|>hm", "answers begin with <|think|>, which is text"),
+    ("<|begin_of_thought|>hm", "answers begin with <|begin_of_thought|>, which is text"),  # Bespoke's
     ("<think>\nhm, and then", "answers begin a thought that never ends: <think> without </think>"),
 ])
 def test_a_thought_that_no_place_is_for_is_named(tmp_path, content, note):
