@@ -3780,11 +3780,8 @@ class LiveBytes:
 
     def lies_on_host(self, args):
         """Whether the first tensor among the arguments of an operator stands for host memory."""
-        for value in args:
-            first = value[0] if isinstance(value, list | tuple) and value else value
-            if isinstance(first, torch.Tensor):
-                return id(storage_of(first)) in self.host_ids
-        return False
+        first = next(flat(args), None)
+        return first is not None and id(storage_of(first)) in self.host_ids
 
     def result_of(self, func, args, kwargs):
         """-> (func(*args, **kwargs), its Work). Most operators on the meta device are Python functions that
@@ -3812,14 +3809,13 @@ class LiveBytes:
 
     def see(self, out, fused=False, on_host=False):
         """Counts what an operator has returned. If that is fused, it has only the memory that was there."""
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, torch.Tensor) and t.is_meta:
-                storage = t.untyped_storage()
-                if id(storage) in self.host_ids:
-                    continue
-                n_bytes = self.sizes.get(id(storage), 0) if fused else storage.nbytes()
-                self.count(storage, n_bytes, "host" if on_host and id(storage) not in self.sizes else "gpu")
-                self.peaks[self.phase] = max(self.peaks[self.phase], self.alive)
+        for t in flat([out]):
+            storage = t.untyped_storage()
+            if not t.is_meta or id(storage) in self.host_ids:
+                continue
+            n_bytes = self.sizes.get(id(storage), 0) if fused else storage.nbytes()
+            self.count(storage, n_bytes, "host" if on_host and id(storage) not in self.sizes else "gpu")
+            self.peaks[self.phase] = max(self.peaks[self.phase], self.alive)
 
     def count(self, storage, n_bytes, where="gpu"):
         """From here on a storage, which may be new, has so many bytes: on the "gpu", "host" or "pinned"."""
@@ -4645,23 +4641,21 @@ CARDS = {  # see cards_named()
     "B200": Card(180, 178.4, 2250, 8000, 55, 900, 0),
 }
 # {name: (GB, GiB)} of cards whose other figures were not found in two published tables. A GB10, that of a DGX
-# Spark, shares its memory with the host.
+# Spark, shares its memory with the host. A notebook's card has less than the desktop's of the same number.
 CARDS |= {name: Card(gb, gib) for name, (gb, gib) in {
     "RTX PRO 4000": (24, 23.5), "RTX PRO 4500": (32, 31.3), "RTX PRO 5000 48GB": (48, 47.3),
     "RTX PRO 5000 72GB": (72, 71.0), "RTX PRO 6000": (96, 94.97), "RTX PRO 6000 Max-Q": (96, 94.97),
     "GB10": (128, 119.2),
     "A30": (24, 23.5), "A800 40GB": (40, 39.4), "A800 80GB": (80, 79.2), "H800": (80, 79.2),
     "H200 NVL": (141, 139.8), "GB200": (186, 184.3), "B300": (288, 267.7), "GB300": (288, 276.8),
+    "RTX 3050 Laptop 4GB": (4, 3.8), "RTX 3050 Laptop 6GB": (6, 5.8), "RTX 3050 Ti Laptop": (4, 3.8),
+    "RTX 3060 Laptop": (6, 5.8), "RTX 3070 Laptop": (8, 7.7), "RTX 3070 Ti Laptop": (8, 7.7),
+    "RTX 3080 Laptop 8GB": (8, 7.7), "RTX 3080 Laptop 16GB": (16, 15.4), "RTX 3080 Ti Laptop": (16, 15.4),
+    "RTX 4050 Laptop": (6, 5.8), "RTX 4060 Laptop": (8, 7.7), "RTX 4070 Laptop": (8, 7.7),
+    "RTX 4080 Laptop": (12, 11.5), "RTX 4090 Laptop": (16, 15.4), "RTX 5050 Laptop": (8, 7.7),
+    "RTX 5060 Laptop": (8, 7.7), "RTX 5070 Laptop": (8, 7.7), "RTX 5070 Ti Laptop": (12, 11.5),
+    "RTX 5080 Laptop": (16, 15.4), "RTX 5090 Laptop": (24, 23.0),
 }.items()}
-# {name: its GB} of a notebook: less than the desktop card of the same number has
-OF_LAPTOPS = {
-    "RTX 3050 Laptop 4GB": 4, "RTX 3050 Laptop 6GB": 6, "RTX 3050 Ti Laptop": 4, "RTX 3060 Laptop": 6,
-    "RTX 3070 Laptop": 8, "RTX 3070 Ti Laptop": 8, "RTX 3080 Laptop 8GB": 8, "RTX 3080 Laptop 16GB": 16,
-    "RTX 3080 Ti Laptop": 16, "RTX 4050 Laptop": 6, "RTX 4060 Laptop": 8, "RTX 4070 Laptop": 8,
-    "RTX 4080 Laptop": 12, "RTX 4090 Laptop": 16, "RTX 5050 Laptop": 8, "RTX 5060 Laptop": 8,
-    "RTX 5070 Laptop": 8, "RTX 5070 Ti Laptop": 12, "RTX 5080 Laptop": 16, "RTX 5090 Laptop": 24,
-}
-CARDS |= {name: Card(gb, round(0.96 * gb, 1)) for name, gb in OF_LAPTOPS.items()}
 # what names of devices have beside a card's own words
 FILLERS = set("NVIDIA GEFORCE TESLA GENERATION GRAPHICS GPU BLACKWELL WORKSTATION SERVER EDITION ACTIVE DGX "
               "HGX NVL72 SXM SXM2 SXM3 SXM4 SXM5 SXM6 AC HBM2 HBM2E HBM3 HBM3E 480GB".split())
@@ -4968,13 +4962,13 @@ def plan_run(run, room, steps, length, ranks, argv=()):
             if card and n_bytes <= room:
                 time_text = describe_time(run, policy, card, steps, length)
                 predicted += f", {time_text.partition(':')[0]}"
-                lines.append(textwrap.fill(time_text, 80, subsequent_indent="  "))
+                lines.append(wrapped(time_text))
     except Exception as error:  # also of what stands around a trace
         problem = str(error) if isinstance(error, Unplanned) else f"no plan: {type(error).__name__}: {error}"
     problems = list(filter(None, ranks.gather(problem)))
     if problems:
         note = f"note: {problems[0]}. The run goes on with the blocks that need the least memory"
-        return blocks_as_asked(run), [textwrap.fill(note, 80, subsequent_indent="  ")], "nothing"
+        return blocks_as_asked(run), [wrapped(note)], "nothing"
     return policy, lines, predicted
 
 
@@ -5164,7 +5158,7 @@ def advise(run, room, argv):
     if need.gpu > room:
         yield "  No flags make it fit: use more ranks, a shorter --seq_len or a smaller model"
     on_host = f", and {describe_host(run, need.host)}" if need.host else ""
-    yield textwrap.fill(f"  It needs {need.gpu / GIB:.2f} GiB{on_host}, with", 80, subsequent_indent="  ")
+    yield wrapped(f"  It needs {need.gpu / GIB:.2f} GiB{on_host}, with")
     replaced_flags = flags_replaced(argv, options)
     if replaced_flags:
         yield f"    (in place of {' '.join(replaced_flags)})"
@@ -5205,8 +5199,7 @@ def describe_plan(run, policy, room, argv=()):
     if host:
         host_text += f"; in all {describe_host(run, sum(host.values()))}"
     if not run.args.dry_run and need < 0.6 * room:
-        text = f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}"
-        yield textwrap.fill(text, 80, subsequent_indent="  ")
+        yield wrapped(f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
         return
     least = planned_bytes(run, blocks_as_asked(run))
     verdict = ""
@@ -5236,10 +5229,10 @@ def describe_plan(run, policy, room, argv=()):
             yield f"  {kind:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values)
     if run.args.compile:
         yield "  kept for backward: an estimate for torch.compile, within 1 % on an H100"
-    yield textwrap.fill(f"  host memory: {host_text}", 80, subsequent_indent="    ")
+    yield wrapped(f"  host memory: {host_text}", indent=4)
     if run.args.dry_run:  # print_start() has printed these
         for text in describe_blocks(run, policy):
-            yield textwrap.fill(text, 80, subsequent_indent="  ")
+            yield wrapped(text)
     if need > room:
         yield from advise(run, room, argv)
 
@@ -5269,9 +5262,8 @@ def dry_run(args, argv=()):
     if args.gpu and not (args.gpu_gib or CARDS[args.gpu].tflops):
         data.say(f"note: {CARDS[args.gpu].gib} GiB of the {args.gpu} are an estimate: see --gpu_gib")
     if args.gpu and not CARDS[args.gpu].has_bf16:
-        text = (f"note: the {args.gpu} has neither bf16 nor FlashAttention: this is the plan of --precision "
-                f"{args.precision}")
-        data.say(textwrap.fill(text, 80, subsequent_indent="  "))
+        data.say(wrapped(f"note: the {args.gpu} has neither bf16 nor FlashAttention: this is the plan of "
+                         f"--precision {args.precision}"))
     try:
         opened = open_config(args, world, device=None, random_init=True)
         has_flash = CARDS[args.gpu].has_bf16 if args.gpu else None
@@ -5297,8 +5289,7 @@ def dry_run(args, argv=()):
         if planned_bytes(run, policy) > room:
             raise SystemExit(OUT_OF_MEMORY)
         if args.gpu:
-            text = describe_time(run, policy, args.gpu, steps, length)
-            data.say(textwrap.fill(text, 80, subsequent_indent="  "))
+            data.say(wrapped(describe_time(run, policy, args.gpu, steps, length)))
     except (ValueError, OSError, Unplanned) as error:
         raise SystemExit(str(error)) from error
 
