@@ -958,7 +958,8 @@ class Tokenizer:
                     answer = opening + answer
                 thought, _, said = answer.rpartition(closing)
                 said, is_cut, _ = said.partition(opening)
-                report.note(f"answers begin a thought that never ends: {opening} without {closing}", bool(is_cut))
+                report.note(f"answers begin a thought that never ends: {opening} without {closing}",
+                            bool(is_cut))
                 if not said.strip():
                     document.spans.remove((start, stop))
                     is_thought = bool(thought.replace(opening, "").strip())
@@ -1401,7 +1402,8 @@ def columns_for(row, needs_pairs):
     for needs in forms:
         column_of = {}
         for key in (*needs, *may_have):
-            names = [name for word in COLUMN_NAMES.get(key, []) for name in words_of if word in words_of[name]]
+            names = [name for word in COLUMN_NAMES.get(key, []) for name in words_of
+                     if word in words_of[name]]
             if key == "prompt":
                 names = questions
             free = [name for name in (key, *names) if name in words_of and name not in column_of.values()

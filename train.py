@@ -4962,13 +4962,13 @@ def plan_run(run, room, steps, length, ranks, argv=()):
             if card and n_bytes <= room:
                 time_text = describe_time(run, policy, card, steps, length)
                 predicted += f", {time_text.partition(':')[0]}"
-                lines.append(wrapped(time_text))
+                lines.append(data.wrapped(time_text))
     except Exception as error:  # also of what stands around a trace
         problem = str(error) if isinstance(error, Unplanned) else f"no plan: {type(error).__name__}: {error}"
     problems = list(filter(None, ranks.gather(problem)))
     if problems:
         note = f"note: {problems[0]}. The run goes on with the blocks that need the least memory"
-        return blocks_as_asked(run), [wrapped(note)], "nothing"
+        return blocks_as_asked(run), [data.wrapped(note)], "nothing"
     return policy, lines, predicted
 
 
@@ -5158,7 +5158,7 @@ def advise(run, room, argv):
     if need.gpu > room:
         yield "  No flags make it fit: use more ranks, a shorter --seq_len or a smaller model"
     on_host = f", and {describe_host(run, need.host)}" if need.host else ""
-    yield wrapped(f"  It needs {need.gpu / GIB:.2f} GiB{on_host}, with")
+    yield data.wrapped(f"  It needs {need.gpu / GIB:.2f} GiB{on_host}, with")
     replaced_flags = flags_replaced(argv, options)
     if replaced_flags:
         yield f"    (in place of {' '.join(replaced_flags)})"
@@ -5199,7 +5199,8 @@ def describe_plan(run, policy, room, argv=()):
     if host:
         host_text += f"; in all {describe_host(run, sum(host.values()))}"
     if not run.args.dry_run and need < 0.6 * room:
-        yield wrapped(f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: {host_text}")
+        yield data.wrapped(f"memory plan: needs {need / GIB:.2f} GiB of {room / GIB:.2f}; host memory: "
+                           f"{host_text}")
         return
     least = planned_bytes(run, blocks_as_asked(run))
     verdict = ""
@@ -5229,10 +5230,10 @@ def describe_plan(run, policy, room, argv=()):
             yield f"  {kind:<18}" + "".join(f"{value / GIB:>15.2f}" for value in values)
     if run.args.compile:
         yield "  kept for backward: an estimate for torch.compile, within 1 % on an H100"
-    yield wrapped(f"  host memory: {host_text}", indent=4)
+    yield data.wrapped(f"  host memory: {host_text}", indent=4)
     if run.args.dry_run:  # print_start() has printed these
         for text in describe_blocks(run, policy):
-            yield wrapped(text)
+            yield data.wrapped(text)
     if need > room:
         yield from advise(run, room, argv)
 
@@ -5262,8 +5263,8 @@ def dry_run(args, argv=()):
     if args.gpu and not (args.gpu_gib or CARDS[args.gpu].tflops):
         data.say(f"note: {CARDS[args.gpu].gib} GiB of the {args.gpu} are an estimate: see --gpu_gib")
     if args.gpu and not CARDS[args.gpu].has_bf16:
-        data.say(wrapped(f"note: the {args.gpu} has neither bf16 nor FlashAttention: this is the plan of "
-                         f"--precision {args.precision}"))
+        data.say(data.wrapped(f"note: the {args.gpu} has neither bf16 nor FlashAttention: this is the plan "
+                              f"of --precision {args.precision}"))
     try:
         opened = open_config(args, world, device=None, random_init=True)
         has_flash = CARDS[args.gpu].has_bf16 if args.gpu else None
@@ -5289,7 +5290,7 @@ def dry_run(args, argv=()):
         if planned_bytes(run, policy) > room:
             raise SystemExit(OUT_OF_MEMORY)
         if args.gpu:
-            data.say(wrapped(describe_time(run, policy, args.gpu, steps, length)))
+            data.say(data.wrapped(describe_time(run, policy, args.gpu, steps, length)))
     except (ValueError, OSError, Unplanned) as error:
         raise SystemExit(str(error)) from error
 

@@ -217,7 +217,7 @@ def change_content(path, model):
 
 
 def change_kind(path, model):
-    return path.rename(path.with_suffix(".txt"))
+    return path.rename(path.with_suffix(".json"))
 
 
 def change_template(path, model):
