@@ -2793,6 +2793,9 @@ def read_state(folder, settings, ranks):
         if not path.is_file() or [path.stat().st_size, data.crc_of(path)] != state["files"][name]:
             raise ValueError(f"{path}: missing, or damaged since it was written; {REMOVE}")
     compare_settings(f"--resume {folder}", state["settings"], settings, ranks)
+    best = state["best_eval"]
+    if best and not math.isfinite(best["eval_loss"]):  # older versions took nan for the best
+        state["best_eval"] = None
     return state
 
 
