@@ -2715,6 +2715,10 @@ def check_folder(folder, start):
     if not is_run(folder):
         raise ValueError(f"--out {folder}: contains files, and no args.json of a run that has made them "
                          "(older versions' has no mark): give a new or an empty folder, also beside --resume")
+    for name in names:
+        # whoever opens a pipe waits for its other end, for ever
+        if not (name.endswith(".part") or (folder / name).is_dir()):
+            data.check_is_file(folder / name)
     newest = newest_checkpoint(folder)
     if start and any(path and path.exists() and path.samefile(start) for path in (newest, folder / "final")):
         return

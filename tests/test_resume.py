@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import os
 import shutil
 import time
 import zlib
@@ -741,6 +742,14 @@ def test_starts_and_ends_at_once_share_no_folder(tmp_path):
     logs = [tmp_path / f"log{i}" for i in range(3)]
     codes = start_ranks(3, take_and_give_back, (tmp_path, 2), logs)
     assert codes == [0, 0, 0], "".join(log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize("name", ["args.json", "metrics.jsonl", "loss.svg", "trace.json.gz"])
+def test_a_pipe_in_the_folder_of_a_run_is_named_and_not_waited_for(runs, name):
+    (runs / "run" / name).unlink(missing_ok=True)
+    os.mkfifo(runs / "run" / name)
+    with pytest.raises(ValueError, match=f"{name}: not a file|{FOREIGN}"):
+        find("run", "auto")
 
 
 def test_a_start_that_loads_keeps_others_out_of_its_folder(job, tmp_path, monkeypatch, capsys):
