@@ -86,11 +86,15 @@ def say(text="", end="\n", to_stderr=False):
         print(printable(text), end=end, file=stream, flush=True)
 
 
+def note(text, to_stderr=False):
+    say(wrapped(f"note: {text}"), to_stderr=to_stderr)
+
+
 @functools.cache
 def note_once(text):
     """Prints a note that several ranks or files may have a reason for."""
     if os.environ.get("RANK", "0") == "0":
-        say(wrapped(f"note: {text}"))
+        note(text)
 
 
 def listing(names, most=5):
@@ -2843,8 +2847,8 @@ def print_file(file):
         paths = sorted(report.unread, key=lambda path: (-path.count("."), path))
         named = ", ".join(f"{path} ({report.unread[path]:,})" for path in paths[:MAX_UNREAD_SHOWN])
         notes.append(f"keys that are not read, and in how many examples: {named}")
-    for note in filter(str.strip, notes):  # a line each, so that it can be searched for
-        say(f"  {note.strip()}")
+    for line in filter(str.strip, notes):  # whole, so that it can be searched for
+        say(f"  {line.strip()}")
 
 
 # ================================ model folders ================================

@@ -338,10 +338,10 @@ class Ranks:
                 # A restarted rank gets the store of the dead ones, with their addresses. So each start uses
                 # names of its own (pytorch #135712).
                 store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-        for name in () if under_torchrun else ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
-            if os.environ.get(name, "1") != "1":  # tasks of the job, of srun or of mpirun
-                data.say(f"note: {name} is {os.environ[name]}, and this task trains alone: `srun torchrun "
-                         "... train.py`, on each machine once, makes ranks of one run", to_stderr=True)
+        for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):  # tasks of the job, of srun or of mpirun
+            if os.environ.get(name, "1") != "1" and not under_torchrun:
+                data.note(f"{name} is {os.environ[name]}, and this task trains alone: `srun torchrun ... "
+                          "train.py`, on each machine once, makes ranks of one run", to_stderr=True)
         if under_torchrun or want_group:
             # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -360,7 +360,8 @@ class Ranks:
             data.say(text)
 
     def note(self, text):
-        self.say(data.wrapped(f"note: {text}"))
+        if self.rank == 0:
+            data.note(text)
 
     def gather(self, value):
         """[value of each rank] on every rank, for anything that can be pickled."""
@@ -557,8 +558,9 @@ def open_config(args, world, device, random_init, revisions=None):
     with data.errors_of_base(args.model, folder):
         files = data.find_model(args.model, random_init, revisions)
         config = lm.parse_config(files.config, f"{args.model}: config.json")
-    if adapter_reader and settings.get(data.BASE) not in (args.model, files.base):
-        data.note_once(f"{folder}/{data.ADAPTER_CONFIG} names another base, {settings.get(data.BASE)}")
+    own_base = settings.get(data.BASE) if adapter_reader else None
+    if own_base and own_base not in (args.model, files.base):
+        data.note_once(f"{folder}/{data.ADAPTER_CONFIG} names another base, {own_base}")
     if adapter_reader and data.has_two_matrices(adapter_reader, config):
         files = files._replace(config=data.with_value(files.config, "tie_word_embeddings", False))
     resolve_for_model(args, config, adapter_settings, device)
@@ -740,7 +742,7 @@ def what_is_trained(args, opened, resumed, ranks):
     for what, paths in files.items():
         for number, path in enumerate(paths, 1):
             # a share of --eval_data, or the name of a data set; open_data() compares the rows of both
-            content = "a folder" if os.path.isdir(path) else path
+            content = "a folder" if data.is_saved_set(str(path)) else path
             if os.path.isfile(path):
                 checksum = data.crc_of(path, 2**30 // len(paths))
                 content = f"{os.path.getsize(path):,} bytes, checksum {checksum:08x}"
@@ -1242,7 +1244,7 @@ def carrier_of(args, world):
 
 
 def offloads_frozen(args):
-    """Whether they lie in host memory, but for those of --resident_blocks."""
+    """Whether the frozen weights of blocks lie in host memory, but for those of --resident_blocks."""
     return args.lora and "params" in args.offload
 
 
@@ -2035,8 +2037,8 @@ def say_missing_gpu(warned):
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
         set_to = f" (CUDA_VISIBLE_DEVICES={visible})" if visible else ""
         why = "".join(f". {text}" for text in dict.fromkeys(warned))
-        data.say(data.wrapped(f"note: training on the CPU: torch {torch.__version__} is built for "
-                              f"{built_for} and finds no NVIDIA GPU{set_to}{why}"))
+        data.note(f"training on the CPU: torch {torch.__version__} is built for {built_for} and finds no "
+                  f"NVIDIA GPU{set_to}{why}")
 
 
 def say_machine(ranks):
@@ -2562,11 +2564,11 @@ def checkpoint_to_resume(out, resume):
         # an export, a merge, or a start that was killed before its first save: the hours are in an older run
         passed_over = list(itertools.takewhile(lambda run: not newest_checkpoint(run), runs))
         if len(passed_over) == len(runs):
-            data.say(f"note: no checkpoint in {out or 'out/'}: starting anew")
+            data.note(f"no checkpoint in {out or 'out/'}: starting anew")
             return None
         if passed_over:
             names = data.listing(map(str, passed_over))
-            data.say(data.wrapped(f"note: no checkpoint in {names}: --resume takes an older run"))
+            data.note(f"no checkpoint in {names}: --resume takes an older run")
         resume = runs[len(passed_over)]
     return find_checkpoint("resume", resume)
 
@@ -2720,7 +2722,8 @@ def check_folder(folder, start):
         if not (name.endswith(".part") or (folder / name).is_dir()):
             data.check_is_file(folder / name)
     newest = newest_checkpoint(folder)
-    if start and any(path and path.exists() and path.samefile(start) for path in (newest, folder / "final")):
+    may_go_on_from = [path for path in (newest, folder / "final") if path and path.exists()]
+    if start and any(path.samefile(start) for path in may_go_on_from):
         return
     if newest or names & {"final", "merged"}:
         how = "no checkpoint of it is there to be continued:"
@@ -5266,12 +5269,12 @@ def dry_run(args, argv=()):
     data.say(f"planning {args.model}")
     alike = [card.gib for card in CARDS.values() if card.gb == args.gpu_gib]
     if alike:
-        data.say(f"note: a card of {args.gpu_gib:g} GB has less: --gpu_gib {max(alike)}")
+        data.note(f"a card of {args.gpu_gib:g} GB has less: --gpu_gib {max(alike)}")
     if args.gpu and not (args.gpu_gib or CARDS[args.gpu].tflops):
-        data.say(f"note: {CARDS[args.gpu].gib} GiB of the {args.gpu} are an estimate: see --gpu_gib")
+        data.note(f"{CARDS[args.gpu].gib} GiB of the {args.gpu} are an estimate: see --gpu_gib")
     if args.gpu and not CARDS[args.gpu].has_bf16:
-        data.say(data.wrapped(f"note: the {args.gpu} has neither bf16 nor FlashAttention: this is the plan "
-                              f"of --precision {args.precision}"))
+        data.note(f"the {args.gpu} has neither bf16 nor FlashAttention: this is the plan of --precision "
+                  f"{args.precision}")
     try:
         opened = open_config(args, world, device=None, random_init=True)
         has_flash = CARDS[args.gpu].has_bf16 if args.gpu else None
@@ -5288,8 +5291,7 @@ def dry_run(args, argv=()):
             data.say(line)
         if loader:
             if tokenizer.folder == data.TINY and args.model != "tiny":
-                data.say("note: tokens are counted with the built-in tokenizer; a model folder or Hub id is "
-                         "exact")
+                data.note("tokens are counted with the built-in tokenizer; a model folder or Hub id is exact")
             data.print_data(args, loader, eval_loader, tokenizer)
             rows_a_step, steps = count_steps(args, len(loader.rows), world)
             data.say(f"{data.count_of(steps, 'steps')} of {data.count_of(rows_a_step, 'rows')}")

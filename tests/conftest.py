@@ -11,6 +11,7 @@ import argparse
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import multiprocessing
@@ -263,6 +264,15 @@ def check_merges_later(run, folder):
         # compared outside of `assert`, where pytest would show how megabytes differ
         are_same = (run / "merged" / name).read_bytes() == (folder / "later/merged" / name).read_bytes()
         assert are_same, name
+
+
+def ranks_that_print(**parts):
+    """A stand-in for Ranks, as rank 0."""
+    import train
+
+    ranks = argparse.Namespace(rank=0, say=print, **parts)
+    ranks.note = functools.partial(train.Ranks.note, ranks)
+    return ranks
 
 
 def state_of(step):

@@ -8,14 +8,14 @@ import json
 import os
 import shutil
 import warnings
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import FAILED_TO_COMPILE, MOE, MUSE, QWEN35, SHAPE, curve, on_ranks, random_model, start_ranks
+from conftest import (
+    FAILED_TO_COMPILE, MOE, MUSE, QWEN35, SHAPE, curve, on_ranks, random_model, ranks_that_print, start_ranks)
 from test_model import build_random
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -449,7 +449,7 @@ def test_what_a_gpu_lacks_leaves_compilation_off_and_is_named(find_all, monkeypa
         compiles(["--compile"], GPU)
 
     args = train.parse_args(["--no-compile", "--lr", "1e-3"])
-    ranks = SimpleNamespace(device=GPU, say=print)
+    ranks = ranks_that_print(device=GPU)
     config = lm.parse_config(SHAPE)
     train.say_notes(args, config, 100, ranks)
     assert "--compile" not in capsys.readouterr().out  # a short run

@@ -81,10 +81,15 @@ def start(function, argv, out, *args):
     return Ended(codes, [log.read_text() for log in logs])
 
 
-def the_error(said):
-    """The message that a run ends with. There must be one, from one rank, and no traceback."""
+def errors_in(said):
+    """The messages that ranks end with. There must be no traceback."""
     assert "Traceback" not in said, said
-    (message,) = re.findall("^train.py: error: (.*)$", said, re.M)
+    return re.findall("^train.py: error: (.*)$", said, re.M)
+
+
+def the_error(said):
+    """The message that a run ends with. There must be one, from one rank."""
+    (message,) = errors_in(said)
     return message
 
 
@@ -846,7 +851,7 @@ def test_a_signal_after_the_result_ends_the_run_at_once(evaluated_job, undisturb
     ended = start(signalled, argv, out, signal.SIGTERM, in_the_sample_after_training, 0)
     assert ended.codes == [130, 1], ended.said  # rank 1 waits in a collective, which fails when rank 0 is gone
     # without torchrun each rank has a screen of its own
-    interrupted, lost = sorted(re.findall("^train.py: error: (.*)$", ended.said, re.M))
+    interrupted, lost = sorted(errors_in(ended.said))
     assert interrupted == f"interrupted, {out}/final is complete"
     assert lost.startswith("lost contact with another rank")
     assert_same_weights(out / "final", undisturbed / "final")
@@ -905,7 +910,7 @@ def test_a_signal_to_one_rank_before_the_first_step_ends_all_with_a_message_each
     codes = start_ranks(3, signalled_early, (argv, "load_weights_", signal.SIGTERM), logs)
     said = "".join(log.read_text() for log in logs)
     assert codes == [1, 1, 130], said
-    errors = re.findall("^train.py: error: (.*)$", said, re.M)  # of the two ranks that were not interrupted
+    errors = errors_in(said)  # of the two ranks that were not interrupted
     assert len(errors) == 2
     for error in errors:
         assert error.startswith("lost contact with another rank at step 0, in build > ")

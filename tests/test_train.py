@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import errno
 import fcntl
-import functools
 import io
 import json
 import math
@@ -24,7 +23,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import (
-    HANG_S, HERE, TRAIN, build, check_merges_later, losses, random_model, read_data, run_ranks, state_of)
+    HANG_S, HERE, TRAIN, build, check_merges_later, losses, random_model, ranks_that_print, read_data,
+    run_ranks, state_of)
 from safetensors.torch import load_file, save_file
 from test_formats import byte_level_tokenizer
 
@@ -404,13 +404,6 @@ def cards(*names):
     """What torch.cuda says of a machine with these GPUs of 80 GB."""
     return {"is_available": lambda: bool(names), "device_count": lambda: len(names),
             "get_device_properties": lambda i: SimpleNamespace(name=names[i], total_memory=int(79.1 * GIB))}
-
-
-def ranks_that_print(**parts):
-    """A stand-in for Ranks, as rank 0."""
-    ranks = SimpleNamespace(say=print, **parts)
-    ranks.note = functools.partial(train.Ranks.note, ranks)
-    return ranks
 
 
 def words_of(text):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HERE, MUSE, build
+from conftest import HERE, MUSE, build, ranks_that_print
 from packed_goldens import check_greedy_tokens, check_packed_documents, pairs_of, relative_error
 from safetensors.torch import load_file
 from test_model import CPU
@@ -321,7 +321,7 @@ def test_rows_that_dynamic_rope_would_turn_otherwise_are_refused():
 
 def test_dropouts_of_a_file_are_not_applied_and_the_start_says_so(capsys):
     args = train.parse_args(["--model", "tiny", "--lr", "1e-3"])
-    ranks = SimpleNamespace(device=CPU, say=print)
+    ranks = ranks_that_print(device=CPU)
     for folder, said in [("seed-oss", ["attention_dropout 0.1, residual_dropout 0.1"]), ("granite", [])]:
         config = lm.parse_config(data.read_json(FOLDER / folder / "config.json"))
         args.lr = train.default_rate(config, args.lora, args.dpo)  # another one has a note of its own
