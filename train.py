@@ -4444,12 +4444,13 @@ def extrapolate(run, policy):
     #   the model   0 .. below - 1 | a period, 1 + n_more times | above
     #   traced      0 .. below - 1 | a period, once             | above
     #
-    # Neighbors of a block are in memory with it, and copies to and from the host are two blocks ahead. If
-    # that does not explain the numbers, the first blocks may be without adapters.
+    # Neighbors of a block are in memory with it, and copies to and from the host are two blocks ahead: below
+    # the first block that is as all others there are two, or three where weights are streamed. If that does
+    # not explain the numbers, the first blocks may be without adapters.
     if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
         return trace(run, policy)
     for below, above in [(2, 1), (2, 2), (3, 2), (2 + period, 2)]:
-        if run.args.offload and above == 1:
+        if (run.args.offload and above == 1) or (run.streams and below == 2):
             continue
         n_more = (n_layers - below - above) // period - 1
         if n_more < 1:
