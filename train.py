@@ -5117,23 +5117,25 @@ def climb(run, room):
     # --optim_in_backward is refused beside --grad_accum, and may be worth more
     ladders = ladder, [option for option in ladder if "--grad_accum" not in option]
     both = [usable(run, options) for options in ladders]
-    fitting = [cheapest(run, options, room) for options in both if need_with(run, options).gpu <= room]
-    if fitting:
-        options = min(fitting, key=lambda each: max(map(ladder.index, each), default=0))  # by the dearest
-        limit = room
-    else:
+
+    def fitting(n_options):
+        """-> those of the first options of the ladder that make the run fit, or None."""
+        for options in both:
+            first = [option for option in options if ladder.index(option) < n_options]
+            if need_with(run, first).gpu <= room:
+                return first
+        return None
+
+    limit = room
+    options = fitting(len(ladder))
+    if options is None:
         options = min(both, key=lambda each: need_with(run, each).gpu)
         limit = 1.01 * need_with(run, options).gpu
+    else:  # with more and more of them a run needs less memory
+        n_options = bisect.bisect_left(range(len(ladder)), True, key=lambda n: fitting(n) is not None)
+        options = fitting(n_options)
     options = needed(run, limit, [], options, [])
     return options, need_with(run, options)
-
-
-def cheapest(run, options, room):
-    """-> the first of some options that make a run fit. With more and more of them it needs less memory."""
-    def suffices(n_options):
-        return need_with(run, options[:n_options]).gpu <= room
-
-    return options[: bisect.bisect_left(range(len(options)), True, key=suffices)]
 
 
 def needed(run, limit, before, some, after):
