@@ -4520,6 +4520,7 @@ def joined(few, blocks, traced_as):
     start = Counter(next(iter(bottom.starts.values())))
     start.update(more)
     n_forwards = max(phase.n_forward for phase in bottom.starts)
+    follows_backward = False
     for (n_forward, direction, module), phases in itertools.groupby(bottom.starts, lambda phase: phase[:3]):
         if module == "block":
             numbers = range(len(blocks)) if direction == "forward" else reversed(range(len(blocks)))
@@ -4535,6 +4536,10 @@ def joined(few, blocks, traced_as):
             if module == "update" and n_forward == n_forwards:  # all else is free, whenever it was freed
                 gradients = start["gradients"] - bottom.starts[phase]["gradients"]
                 start["gpu"] = bottom.starts[phase]["gpu"] + more["gpu"] + gradients
+            if follows_backward:  # which has freed what --offload activations had on the host
+                gradients = start["host gradients"] - bottom.starts[phase]["host gradients"]
+                start["host"] = bottom.starts[phase]["host"] + more["host"] + gradients
+            follows_backward = (direction, module) == ("backward", "update")
             step.starts[phase] = Counter(start)
             step.peaks[phase] = start["gpu"] + few[kept].peaks[twin] - few[kept].starts[twin]["gpu"]
             step.work[phase] = few[kept].work[twin]
