@@ -1466,41 +1466,43 @@ def check_marks(row, form, report):
 def read_answers(row, keys):
     """-> (prompt, [the answer of each key]), which are all texts, or all lists of messages."""
     answers = [text_or_messages(row, key) for key in keys]
-    has_question = any(begins_with_question(answer) for answer in answers)
-    is_chat = any(isinstance(answer, list) for answer in answers)
-    is_chat = is_chat or any(row.get(key) for key in OF_CONVERSATIONS)
+    has_question = any(map(begins_with_question, answers))
     question = "prompt"
     if len(keys) == 2 and not row.get("prompt") and not has_question:
-        question = question_in(row, is_chat)
+        question = question_in(row, answers)
     prompt = text_or_messages(row, question) if row.get(question) else ""
-    is_chat = is_chat or isinstance(prompt, list) or question != "prompt"
-
-    if not is_chat:  # texts, of which a pair's may begin with the question
+    are_texts = all(isinstance(one, str) for one in [prompt, *answers])
+    if are_texts and question == "prompt" and not any(row.get(key) for key in OF_CONVERSATIONS):
+        # a pair's texts may begin with the question
         n = 0 if prompt or len(keys) == 1 else len(os.path.commonprefix(answers))  # noqa: RUF071
         return prompt or answers[0][:n], [answer[n:] for answer in answers]
 
     answers = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in answers]
     # the messages that begin both answers; of one answer alone, those before the assistant's first message
     begin = [both[0] for both in itertools.takewhile(lambda both: both[0] == both[-1], zip(*answers))]
+    if len(begin) == min(map(len, answers)) and begin and is_answer(begin[-1]):
+        begin.pop()  # one answer is the beginning of the other one
     if len(keys) == 1:
         begin = list(itertools.takewhile(lambda message: not is_answer(message), begin))
-    if has_question and (isinstance(prompt, str) or prompt == begin[: len(prompt)]):
-        is_there = any(str(prompt).strip() in str(message.get("content")) for message in begin)
-        if not begins_with_question(begin) or (isinstance(prompt, str) and not is_there):
+    if isinstance(prompt, str) and has_question:
+        is_there = any(prompt.strip() in str(message.get("content")) for message in begin)
+        if not is_there or not begins_with_question(begin):
             missing = f"'prompt' = {quoted(prompt)}" if prompt else "the user's question"
             raise ValueError(f"the answers begin with {len(begin)} equal messages, and {missing} is in none "
                              "of them")
-        repr([prompt, *[answer[: len(begin)] for answer in answers]])  # they are read, as `begin`
-        answers = [answer[len(begin) :] for answer in answers]
-        prompt = begin
-    if isinstance(prompt, str):
+        prompt = []
+    elif isinstance(prompt, str):
         asked = row | {"instruction": prompt, "output": ""}
         if question == "input":  # it would stand below itself
             del asked["input"]
         prompt = messages_of(asked, "instruction + output")[:-1]
         if len(keys) == 1:  # Alpaca's form, whose history is trained on
             return prompt, answers
-    return [message | {"weight": 0} for message in prompt], answers
+    # the answers may repeat the end of the prompt
+    n_both = max(n for n in range(len(begin) + 1) if prompt[len(prompt) - n :] == begin[:n])
+    prompt = [message | {"weight": 0} for message in prompt + begin[n_both:]]
+    repr([answer[: len(begin)] for answer in answers])  # they are read, as `begin`
+    return prompt, [answer[len(begin) :] for answer in answers]
 
 
 def role_of(message):
@@ -1518,7 +1520,7 @@ def begins_with_question(messages):
     return next((role for role in roles if role not in ("system", "developer")), None) == "user"
 
 
-def question_in(row, is_chat):
+def question_in(row, answers):
     """The key of the question in a pair without 'prompt', and 'prompt' if its texts may begin with it."""
     names = [key for key in QUESTION_KEYS if key in row]
     names = [key for key in names if key != "input"] or names  # Alpaca has it beside a question
@@ -1532,7 +1534,7 @@ def question_in(row, is_chat):
         advice = columns_for(dict(row, chosen="", rejected=""), True) or f"{names[0]}={key}"
         raise ValueError(f"no prompt, but {listing(names)}: --columns {advice} has to say which is the "
                          "question")
-    if is_chat:
+    if any(isinstance(answer, list) for answer in answers) or any(row.get(key) for key in OF_CONVERSATIONS):
         raise ValueError("no prompt: expected 'prompt', or answers that both begin with the user's question")
     return "prompt"
 

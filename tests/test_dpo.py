@@ -416,3 +416,13 @@ def test_scores_that_contradict_a_pair_are_counted(pairs, scores, is_said):
 def test_a_null_answer_is_named(pairs):
     with pytest.raises(ValueError, match="--dpo needs rows with 'chosen' and 'rejected'; rejected: null"):
         data.parse_example({"prompt": "q", "chosen": "a", "rejected": None}, pairs)
+
+
+def test_answers_may_repeat_the_end_of_the_prompt_and_one_may_go_on_where_the_other_ends(pairs):
+    system = [message("system", "s")]
+    row = {"prompt": system + QUESTION, "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}
+    once = {"prompt": system + QUESTION, "chosen": GOOD, "rejected": BAD}
+    assert data.parse_example(row, pairs) == data.parse_example(once, pairs)
+    longer = GOOD + QUESTION + BAD
+    chosen, rejected = data.parse_example({"prompt": QUESTION, "chosen": GOOD, "rejected": longer}, pairs)
+    assert [len(chosen.spans), len(rejected.spans)] == [1, 2]
