@@ -906,10 +906,10 @@ class Tokenizer:
         spelled = next(filter(None, map(self.reserved.search, texts)), None)
         if spelled:
             return [Text(None, dropped=f"spell a special token, {spelled[0]}: dropped")]
-        end = None
+        joined = join_prefill(messages)
         if is_completion:
-            messages, end = join_prefill(messages)
-        elif join_prefill(messages)[1] is not None:
+            messages = joined
+        elif joined is not messages:
             report.note("answers follow at once on an answer that is not trained on, and are turns of their "
                         "own: a prompt that ends in an answer, and its completion, are one turn")
         messages = [self.move_thought(message) for message in messages]
@@ -935,17 +935,15 @@ class Tokenizer:
             documents = self.delimit_by_prefix(accepted, tools, text, trained)
         self.check_complete(messages, tools, documents, report)
         if self.train_on == "all":
-            return documents
+            return [behind_prefill(document) for document in documents]
         n_spans = sum(len(document.spans) for document in documents)
         if trained and not n_spans:
             raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% generation %}} "
                              "... {% endgeneration %} around what the assistant says")
         report.note("assistant turns are not trained on, because the template changes them in later turns or "
                     "their start and end cannot be found", max(0, len(trained) - n_spans))
-        if end is not None:
-            documents = [behind_prefill(document, end) if trained[0] in document.turns else document
-                         for document in documents]
-        return self.without_empty_answers(documents, report)
+        documents = self.without_empty_answers(documents, report)
+        return [behind_prefill(document) for document in documents]
 
     def without_empty_answers(self, documents, report):
         """Leaves out spans that would train nothing but the end of a turn, and counts what would teach a
@@ -957,6 +955,7 @@ class Tokenizer:
             forgets += "; --template_args enable_thinking=false puts the empty thought into the prompt"
         for document in documents:
             for start, stop in [span for span in document.spans if span[0] < span[1]]:
+                _, prefill, end = document.text[start:stop].rpartition(MARK)
                 answer = self.reserved.sub("", document.text[start:stop])
                 if document.text[max(0, start - 99) : start].rstrip().endswith(opening):  # the prompt has it
                     answer = opening + answer
@@ -964,11 +963,13 @@ class Tokenizer:
                 said, is_cut, _ = said.partition(opening)
                 report.note(f"answers begin a thought that never ends: {opening} without {closing}",
                             bool(is_cut))
-                if not said.strip():
+                if not said.strip() or not self.reserved.sub("", end).strip():
                     document.spans.remove((start, stop))
-                    is_thought = bool(thought.replace(opening, "").strip())
+                    is_thought = not said.strip() and bool(thought.replace(opening, "").strip())
                     report.note("answers are a thought with nothing behind it: not trained on", is_thought)
                     report.note("answers are empty: not trained on", not is_thought and not is_cut)
+                    continue
+                if prefill:  # the prompt says how it begins
                     continue
                 report.note(f"answers begin with an empty thought: {forgets}",
                             bool(self.empty_in_answer.match(answer)))
@@ -979,10 +980,9 @@ class Tokenizer:
                 if self.thought_form and (tag := OTHER_TAG.match(said)):
                     report.note(f"answers begin with {tag[1]}, which is text: the template's thoughts are in "
                                 f"{opening}")
-        has_answers = any(document.turns for document in documents)
-        if has_answers and not any(document.spans for document in documents):
-            return [Text(None, dropped=NOTHING_SAID)]
-        return documents
+        if any(document.turns for document in documents):
+            documents = [document for document in documents if document.spans]
+        return documents or [Text(None, dropped=NOTHING_SAID)]
 
     def check_complete(self, messages, tools, documents, report):
         """Notes what the template leaves out of answers. A ValueError if that is a question or a tool."""
@@ -1127,33 +1127,33 @@ class Tokenizer:
 
 
 def join_prefill(messages):
-    """Joins an answer that the prompt begins and the completion ends -> (messages, its end, or None)."""
+    """Joins an answer that the prompt begins and the completion ends. MARK is between the two."""
     last = next((i for i, message in enumerate(messages)
                  if is_answer(message) and is_trained(message)), 0)
     first = last
     while first and messages[first - 1]["role"] == "assistant" and "tool_calls" not in messages[first - 1]:
         first -= 1
     if first == last:
-        return messages, None
-    contents = [message.get("content") or "" for message in messages[first : last + 1]]
+        return messages
     joined = {}
     for message in messages[first : last + 1]:
         joined |= {key: value for key, value in message.items() if key not in TRAINED_KEYS}
-    joined["content"] = "".join(contents)
-    return [*messages[:first], joined, *messages[last + 1 :]], contents[-1]
+    begin = [message.get("content") or "" for message in messages[first:last]]
+    joined["content"] = "".join([*begin, MARK, messages[last].get("content") or ""])
+    return [*messages[:first], joined, *messages[last + 1 :]]
 
 
-def behind_prefill(document, end):
-    """Takes the beginning of the first answer, which the prompt has, out of the spans."""
-    first, *others = sorted(document.spans)
-    # a template may change blanks
-    words = r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", end)))
-    blanks = r"(?<!\s)\s*" if end[:1].isspace() else ""
-    found = re.compile(f".*({blanks}{words})", re.DOTALL).match(document.text, *first)
-    if not found:
-        raise ValueError("the prompt ends in the beginning of an answer, and the template changes what "
-                         f"follows: {quoted(end[:200])}")
-    return document._replace(spans=[(found.start(1), first[1]), *others])
+def behind_prefill(document):
+    """Takes MARK out of a document, and out of its spans what the prompt has before MARK."""
+    text = document.text
+    if not text or MARK not in text:
+        return document
+    seam = text.index(MARK)
+    spans = None if document.spans is None else []
+    for start, stop in document.spans or ():
+        first = seam if start <= seam < stop else start
+        spans.append((len(text[:first].replace(MARK, "")), len(text[:stop].replace(MARK, ""))))
+    return document._replace(text=text.replace(MARK, ""), spans=spans)
 
 
 def tokens_in(encoding, spans, is_marker):

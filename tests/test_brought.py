@@ -289,9 +289,21 @@ def test_a_prompt_that_ends_in_the_beginning_of_the_answer_is_one_answer(tmp_pat
     tokenizer = tokenizer_of(tmp_path, golden_template("qwen3"))
     texts, _ = read_rows(tmp_path, tokenizer, {"prompt": prompt, "completion": completion})
     assert texts[0].rstrip("\n").removesuffix(expected)[-10:] in ("assistant\n", "</think>\n\n")
-    pair = {"prompt": prompt, "chosen": completion, "rejected": [message("assistant", " is no.")]}
+    *_, said = completion[0].values()
+    pair = {"prompt": prompt, "chosen": completion, "rejected": [message("assistant", said + " No.")]}
     pairs = data.Tokenizer(tmp_path, train_on="pairs")
     assert read_rows(tmp_path, pairs, pair)[0][0] == texts[0]
+
+
+def test_a_beginning_in_the_prompt_is_judged_with_the_whole_answer(tmp_path):
+    thinking = golden_template("qwen3.5")  # its prompts open a thought
+    tokenizer = tokenizer_of(tmp_path, thinking)
+    begun = [QUESTION, message("assistant", "<think>\nhm")]
+    rows = [{"prompt": begun, "completion": end} for end in (" so\n</think>\n\nIt is 4.", " so", "\n</think>\n\n")]
+    texts, file = read_rows(tmp_path, tokenizer, *rows)
+    assert [text.partition("⟦")[2] for text in texts] == [f" so\n</think>\n\nIt is 4.{END}⟧\n"]
+    assert noted(file, "no reasoning") == 0
+    assert noted(file, "begin a thought that never ends") == noted(file, "a thought with nothing behind it") == 1
 
 
 def test_an_answer_behind_one_of_weight_0_stays_a_turn_and_is_counted(tmp_path, tiny):
