@@ -830,7 +830,8 @@ class Tokenizer:
             before, is_there, said = said.partition(closing)
             thought = before.lstrip().removeprefix(opening).strip("\n")
             said = said.lstrip("\n")
-            is_in_place = self.thought_form == "tags" and self.tags[0] in before
+            # if the prompt opens the thought, its blanks have to be the prompt's
+            is_in_place = self.thought_form == "tags" and self.tags[0] in before and not self.thought
             if is_in_place or not is_there or opening in thought:  # or no thought, or words before it
                 return message
         moved = message | self.state_thought(self.thought_form, thought, said)
@@ -1904,7 +1905,7 @@ def type_of(path, name):
     with errors_of(name), open_bytes(path) as file:
         first = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
     if file_type == "txt":  # as a text, JSON would be what the model learns to write
-        return "jsonl" if first.startswith((b'{"', b'[{"')) else "txt"
+        return "jsonl" if re.match(rb'(\[\s*)?\{\s*"', first) else "txt"
     if not first.startswith((b"{", b"[")):
         raise ValueError(f"{name}: not a format that is read; {EXPECTED}")
     return "jsonl"

@@ -1418,6 +1418,7 @@ BYTES = {  # name: content, which is two texts
     "texts.json": b'["a b", "c d"]',
     "pretty.json": b'{\n  "text": "a b"\n}\n{\n  "text": "c d"\n}\n',
     "lines.txt": GOOD,
+    "pretty.txt": b'[\n  {\n    "text": "a b"\n  },\n  {\n    "text": "c d"\n  }\n]\n',
     "blanks.csv": b" text , n\na b,\nc d,\n",
     "marks.jsonl": b"\xef\xbb\xbf" + GOOD.replace(b"\n", "\n\ufeff".encode(), 1),
     "chats.csv": gzip.compress(b"text\na b\nc d\n"),

@@ -326,10 +326,10 @@ PLACES = {  # name: (template, what an answer with the thought "hm" becomes)
 @pytest.mark.parametrize("template, expected", PLACES.values(), ids=PLACES)
 def test_a_thought_is_moved_to_where_the_template_reads_it(tmp_path, template, expected):
     answers = [THOUGHTFUL, {**ANSWER, "thinking": "hm"}, message("assistant", "<think>\nhm\n</think>\n\nIt is 4."),
-               message("assistant", "hm\n</think>\n\nIt is 4.")]
+               message("assistant", "hm\n</think>\n\nIt is 4."), message("assistant", "<think>hm</think>It is 4.")]
     tokenizer = tokenizer_of(tmp_path, template)
     texts, file = read_rows(tmp_path, tokenizer, *[chat(QUESTION, answer) for answer in answers])
-    assert texts == [f"{ASKED}<|im_start|>assistant\n{expected.replace('END', END)}\n"] * 4
+    assert texts == [f"{ASKED}<|im_start|>assistant\n{expected.replace('END', END)}\n"] * 5
     assert file.report.notes == {}
 
 
