@@ -916,6 +916,11 @@ class Tokenizer:
         messages = [self.move_thought(message) for message in messages]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if is_trained(messages[i])]
+        if self.train_on != "all":
+            silent = [i for i in trained if self.says_nothing(messages[i], report)]
+            if silent == trained and (silent or self.train_on == "pairs"):
+                return [Text(None, dropped=NOTHING_SAID)]
+            trained = [i for i in trained if i not in silent]
         if turns and self.train_on != "all":
             # what follows the last answer trains nothing, and a question makes templates rewrite that answer
             messages = messages[: turns[-1] + 1]
@@ -943,47 +948,50 @@ class Tokenizer:
                              "... {% endgeneration %} around what the assistant says")
         report.note("assistant turns are not trained on, because the template changes them in later turns or "
                     "their start and end cannot be found", max(0, len(trained) - n_spans))
-        documents = self.without_empty_answers(documents, report)
+        self.note_thoughts(documents, report)
+        # none with answers that are all trained on elsewhere
+        documents = [document for document in documents if document.spans] or documents
         return [behind_prefill(document) for document in documents]
 
-    def without_empty_answers(self, documents, report):
-        """Leaves out spans that would train nothing but the end of a turn, and counts what would teach a
-        model to think otherwise than it does."""
+    def says_nothing(self, message, report):
+        """Whether an answer would train nothing but the end of a turn. Counts what it has in place of words."""
+        opening, closing = self.tags
+        content = message.get("content") or ""
+        thought, _, said = content.rpartition(closing)
+        said, is_cut, _ = said.replace(MARK, "").partition(opening)
+        report.note(f"answers begin a thought that never ends: {opening} without {closing}", bool(is_cut))
+        behind_prompt = content.rpartition(MARK)[2]
+        if "tool_calls" in message or (said.strip() and behind_prompt.strip()):
+            return False
+        thought = thought.replace(opening, "") + message.get("reasoning_content", "")
+        is_thought = bool(thought.strip()) and not said.strip()
+        report.note("answers are a thought with nothing behind it: not trained on", is_thought)
+        report.note("answers are empty: not trained on", not is_thought and not is_cut)
+        return True
+
+    def note_thoughts(self, documents, report):
+        """Counts what would teach a model to think otherwise than it does."""
         opening, closing = self.tags
         opens = self.thought and closing not in self.thought
         forgets = "training on them teaches the model to stop reasoning in its default mode"
         if "enable_thinking" in self.template_reads:
             forgets += "; --template_args enable_thinking=false puts the empty thought into the prompt"
-        for document in documents:
-            for start, stop in [span for span in document.spans if span[0] < span[1]]:
-                _, prefill, end = document.text[start:stop].rpartition(MARK)
-                answer = self.reserved.sub("", document.text[start:stop])
-                if document.text[max(0, start - 99) : start].rstrip().endswith(opening):  # the prompt has it
-                    answer = opening + answer
-                thought, _, said = answer.rpartition(closing)
-                said, is_cut, _ = said.partition(opening)
-                report.note(f"answers begin a thought that never ends: {opening} without {closing}",
-                            bool(is_cut))
-                if not said.strip() or not self.reserved.sub("", end).strip():
-                    document.spans.remove((start, stop))
-                    is_thought = not said.strip() and bool(thought.replace(opening, "").strip())
-                    report.note("answers are a thought with nothing behind it: not trained on", is_thought)
-                    report.note("answers are empty: not trained on", not is_thought and not is_cut)
-                    continue
-                if prefill:  # the prompt says how it begins
-                    continue
-                report.note(f"answers begin with an empty thought: {forgets}",
-                            bool(self.empty_in_answer.match(answer)))
-                report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}",
-                            bool(opens and not answer.lstrip().startswith(opening)))
-                report.note(f"answers have {closing} more than once: the model learns to think in its answer",
-                            answer.count(closing) > 1)
-                if self.thought_form and (tag := OTHER_TAG.match(said)):
-                    report.note(f"answers begin with {tag[1]}, which is text: the template's thoughts are in "
-                                f"{opening}")
-        if any(document.turns for document in documents):
-            documents = [document for document in documents if document.spans]
-        return documents or [Text(None, dropped=NOTHING_SAID)]
+        for text, (start, stop) in [(one.text, span) for one in documents for span in one.spans]:
+            if MARK in text[start:stop]:  # the prompt says how it begins
+                continue
+            answer = self.reserved.sub("", text[start:stop])
+            if text[max(0, start - 99) : start].rstrip().endswith(opening):  # the prompt has it
+                answer = opening + answer
+            report.note(f"answers begin with an empty thought: {forgets}",
+                        bool(self.empty_in_answer.match(answer)))
+            report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}",
+                        bool(opens and not answer.lstrip().startswith(opening)))
+            report.note(f"answers have {closing} more than once: the model learns to think in its answer",
+                        answer.count(closing) > 1)
+            said = answer.rpartition(closing)[2]
+            if self.thought_form and (tag := OTHER_TAG.match(said)):
+                report.note(f"answers begin with {tag[1]}, which is text: the template's thoughts are in "
+                            f"{opening}")
 
     def check_complete(self, messages, tools, documents, report):
         """Notes what the template leaves out of answers. A ValueError if that is a question or a tool."""
@@ -1332,9 +1340,12 @@ def parse_example(given, tokenizer, columns=(), report=None):
         for path in sorted({*unread_in(row)}):
             if path in report.unread or len(report.unread) < MAX_UNREAD:
                 report.unread[path] = report.unread.get(path, 0) + 1
-        if any(not one.is_chat and has_turns(one, tokenizer) for one in texts):
+        plain = [trained_part(one, tokenizer) for one in texts if not one.is_chat]
+        if any(has_turns(text, tokenizer) for text in plain):
             report.note("texts contain turns of a rendered chat, whose questions are trained on, too; give "
                         "'messages' instead, or a prompt and a completion")
+        if not all(tokenizer.reserved.sub("", text).strip() for text in plain):
+            texts = [Text(None, form=form, dropped=NOTHING_SAID)]
         # each raises if there is half a surrogate pair, which JSON can spell and the tokenizer cannot read
         hashes = [hash_of_text(one.text or "") for one in texts]
         # the two answers of a pair are on one side of --eval_data
@@ -1474,8 +1485,9 @@ def read_answers(row, keys):
     prompt = text_or_messages(row, question) if row.get(question) else ""
     are_texts = all(isinstance(one, str) for one in [prompt, *answers])
     if are_texts and question == "prompt" and not any(row.get(key) for key in OF_CONVERSATIONS):
-        # a pair's texts may begin with the question
-        n = 0 if prompt or len(keys) == 1 else len(os.path.commonprefix(answers))  # noqa: RUF071
+        n = 0
+        if not prompt and answers[0] != answers[-1]:  # the texts of a pair may begin with the question
+            n = len(os.path.commonprefix(answers))  # noqa: RUF071
         return prompt or answers[0][:n], [answer[n:] for answer in answers]
 
     answers = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in answers]
@@ -1561,11 +1573,17 @@ def text_or_messages(row, key):
     return text_in(row, key, "text or a list of messages")
 
 
-def has_turns(one, tokenizer):
-    """Whether the trained part of a plain text has turns of a chat: questions would be trained on."""
-    trained = one.text[one.spans[0][0] :] if one.spans else one.text
+def trained_part(one, tokenizer):
+    """What is trained of a plain text, which ends with it."""
+    if one.spans and tokenizer.train_on != "all":
+        return one.text[one.spans[0][0] :]
+    return one.text
+
+
+def has_turns(text, tokenizer):
+    """Whether a text has turns of a chat: if it is trained on, questions are."""
     markers = {*tokenizer.markers} - {*tokenizer.variables.values()}  # EOS ends texts, too
-    return bool(TURN.search(trained)) or any(marker in trained for marker in markers)
+    return bool(TURN.search(text)) or any(marker in text for marker in markers)
 
 
 def read_chat(row, messages, form, tokenizer, report):
@@ -1985,15 +2003,16 @@ def json_examples(file):
         elif not start.endswith("},") and not re.search(r"\}\s*\{", start):
             yield line, text
             continue
+        text = text.lstrip()
         position = 0
         try:
-            while text[position:].strip(" \t\r\n,"):
-                position = text.index("{", position)
+            while position < len(text):
                 _, stop = json.JSONDecoder().raw_decode(text, position)
-                yield line + text.count("\n", 0, position), text[position:stop]
-                position = stop
-        except ValueError:  # what is no object is a bad example
-            line += text.count("\n", 0, position)
+                yield line, text[position:stop]
+                behind = re.compile(r"[\s,]*").match(text, stop).end()
+                line += text.count("\n", position, behind)
+                position = behind
+        except ValueError:  # what is no JSON is a bad example
             yield from enumerate(text[position:].split("\n"), line)
 
 
@@ -2222,25 +2241,14 @@ def read_examples(examples, tokenizer, columns, report):
 
 
 def documents_of(line, encoded, tokenizer, report):
-    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without empty or equal answers."""
-    is_empty = []  # whether there are only ends of turns and blanks to train on
-    for _, ids, mask in encoded:
-        others = ids[mask & ~tokenizer.is_marker[ids]]
-        texts = (tokenizer.core.decode([number], skip_special_tokens=False) for number in others)
-        is_empty.append(mask.any() and not any(map(str.strip, texts)))
+    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], none of a pair with equal answers."""
     if encoded[0][0].form == PAIR:
         _, (ids, other_ids), (mask, other_mask) = zip(*encoded)
         if np.array_equal(ids, other_ids) and np.array_equal(mask, other_mask):
             report.note("pairs have equal answers: dropped")
             return []
-        if any(is_empty) or not (mask.any() and other_mask.any()):
-            report.note(NOTHING_SAID)
-            return []
     documents = []
-    for (text, ids, mask), nothing_said in zip(encoded, is_empty):
-        if nothing_said:
-            report.note(NOTHING_SAID)
-            continue
+    for text, ids, mask in encoded:
         documents.append((ids, mask, (len(ids), line, text.hash)))
         if text.is_further:
             report.n_further += 1

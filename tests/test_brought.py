@@ -70,12 +70,6 @@ LOST = {  # name: (template, messages, tools, what is counted)
     "text beside a call": (LLAMA31, [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], None, ["content"]),
     "arguments": (AGENT.replace("(call.function or call) | tojson", "call.function.name"),
                   [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], None, ["arguments"]),
-    # and nothing remains to be trained on but <|im_end|>
-    "a thought without an answer": (QWEN, [QUESTION, message("assistant", "", thinking="hm"), QUESTION, ANSWER],
-                                    None, ["thought"]),
-    "a thought in the text without an answer": (
-        NO_THOUGHTS, [QUESTION, message("assistant", "<think>hm</think>"), QUESTION, ANSWER], None,
-        ["thought in content"]),
     # nothing is lost
     "thoughts of the last answers": (QWEN35, [QUESTION, THOUGHTFUL, QUESTION, THOUGHTFUL], None, []),
     "a call": (QWEN, [QUESTION, CALL_AND_TEXT, RESULT, ANSWER], [SCHEMA], []),
@@ -263,6 +257,21 @@ def test_an_answer_that_says_nothing_is_left_out_beside_others_and_in_pairs(tmp_
     texts, file = read_rows(tmp_path, pairs, pair, pair | {"rejected": [THOUGHTFUL]})
     assert len(texts) == 2
     assert noted(file, note) == noted(file, "answers of nothing but their ends") == 1
+
+
+@pytest.mark.parametrize("template, answer", [
+    (QWEN, message("assistant", "", thinking="hm")), (NO_THOUGHTS, message("assistant", "<think>hm</think>"))])
+def test_a_thought_alone_that_a_template_leaves_out_is_counted_and_not_trained_on(tmp_path, template, answer):
+    texts, file = read_rows(tmp_path, tokenizer_of(tmp_path, template), chat(QUESTION, answer, QUESTION, ANSWER))
+    assert texts[0].count("⟦") == noted(file, "a thought with nothing behind it: not trained on") == 1
+
+
+def test_an_answer_that_a_template_wraps_says_nothing_either(tmp_path):
+    wrapped = "('<reply>' + turn.content + '</reply>' if turn.role == 'assistant' else turn.content)"
+    tokenizer = tokenizer_of(tmp_path, golden_template("chatml").replace("turn['content']", wrapped))
+    texts, file = read_rows(tmp_path, tokenizer, chat(QUESTION, message("assistant", ""), QUESTION, ANSWER))
+    assert texts[0].count("<reply>") == 2
+    assert texts[0].count("⟦") == noted(file, "answers are empty") == 1
 
 
 def test_a_call_is_more_than_nothing(tmp_path):
@@ -1437,6 +1446,13 @@ def test_a_chat_over_several_lines_is_one_example(tmp_path, tiny):
     (tmp_path / "a.json").write_text(json.dumps([QUESTION, ANSWER], indent=1))
     _, file = read_data(tmp_path / "a.json", tiny)
     assert (file.report.n_examples, file.report.n_chats, file.report.n_bad) == (1, 1, 0)
+
+
+def test_what_stands_between_objects_over_several_lines_is_named(tmp_path, tiny):
+    (tmp_path / "a.json").write_text('{\n "text": "a b"\n},\nlost\n' + '{"text": "a"}\n' * 200)
+    _, file = read_data(tmp_path / "a.json", tiny)
+    assert (file.report.n_examples, file.report.n_bad) == (202, 1)
+    assert "line 4: not valid JSON" in file.report.errors
 
 
 def test_a_line_separator_inside_of_a_text_ends_no_line_behind_a_bad_one(tmp_path, tiny):
