@@ -1491,31 +1491,39 @@ def read_answers(row, keys):
         return prompt or answers[0][:n], [answer[n:] for answer in answers]
 
     answers = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in answers]
+    asked = prompt
+    if isinstance(prompt, str):
+        words = row | {"instruction": prompt, "output": ""}
+        if question == "input":  # it would stand below itself
+            del words["input"]
+        asked = [] if has_question else messages_of(words, "instruction + output")[:-1]
+        if asked and len(keys) == 1:  # Alpaca's form, whose history is trained on
+            return asked, answers
+    answers = [behind_prompt(asked, answer) for answer in answers]
     # the messages that begin both answers; of one answer alone, those before the assistant's first message
     begin = [both[0] for both in itertools.takewhile(lambda both: both[0] == both[-1], zip(*answers))]
-    if len(begin) == min(map(len, answers)) and begin and is_answer(begin[-1]):
-        begin.pop()  # one answer is the beginning of the other one
     if len(keys) == 1:
         begin = list(itertools.takewhile(lambda message: not is_answer(message), begin))
+    elif len(begin) == min(map(len, answers)) and begin and is_answer(begin[-1]):
+        begin.pop()  # one answer is the beginning of the other one
     if isinstance(prompt, str) and has_question:
         is_there = any(prompt.strip() in str(message.get("content")) for message in begin)
         if not is_there or not begins_with_question(begin):
             missing = f"'prompt' = {quoted(prompt)}" if prompt else "the user's question"
             raise ValueError(f"the answers begin with {len(begin)} equal messages, and {missing} is in none "
                              "of them")
-        prompt = []
-    elif isinstance(prompt, str):
-        asked = row | {"instruction": prompt, "output": ""}
-        if question == "input":  # it would stand below itself
-            del asked["input"]
-        prompt = messages_of(asked, "instruction + output")[:-1]
-        if len(keys) == 1:  # Alpaca's form, whose history is trained on
-            return prompt, answers
-    # the answers may repeat the end of the prompt
-    n_both = max(n for n in range(len(begin) + 1) if prompt[len(prompt) - n :] == begin[:n])
-    prompt = [message | {"weight": 0} for message in prompt + begin[n_both:]]
     repr([answer[: len(begin)] for answer in answers])  # they are read, as `begin`
+    prompt = [message | {"weight": 0} for message in asked + begin]
     return prompt, [answer[len(begin) :] for answer in answers]
+
+
+def behind_prompt(prompt, answer):
+    """Messages without those that repeat the end of the prompt."""
+    lengths = [n for n in range(1, len(answer) + 1)
+               if answer[:n] == prompt[-n:] and not is_answer(answer[n - 1])]
+    n_both = max(lengths, default=0)
+    repr(answer[:n_both])  # they are read, in the prompt
+    return answer[n_both:]
 
 
 def role_of(message):

@@ -422,7 +422,8 @@ def test_answers_may_repeat_the_end_of_the_prompt_and_one_may_go_on_where_the_ot
     system = [message("system", "s")]
     row = {"prompt": system + QUESTION, "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD}
     once = {"prompt": system + QUESTION, "chosen": GOOD, "rejected": BAD}
-    assert data.parse_example(row, pairs) == data.parse_example(once, pairs)
+    for key in ("chosen", "rejected"):
+        assert data.parse_example(row, pairs) == data.parse_example(once | {key: row[key]}, pairs)
     longer = GOOD + QUESTION + BAD
     chosen, rejected = data.parse_example({"prompt": QUESTION, "chosen": GOOD, "rejected": longer}, pairs)
     assert [len(chosen.spans), len(rejected.spans)] == [1, 2]
