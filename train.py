@@ -3056,9 +3056,14 @@ HUB_PAGE = re.compile(r"(?:https?://(?:www\.)?(?:huggingface|hf)\.co/|hf://)(?:d
 def path(text):
     """The type of a flag that names a file, a folder or what the Hub has, also by the address of its page."""
     page = HUB_PAGE.fullmatch(text)
-    if "://" in text and not page:
-        raise argparse.ArgumentTypeError(f"{text}: a URL, and no path on this machine")
-    return page[1] if page else os.path.expanduser(text)  # a shell leaves the ~ of --out=~/run as it is
+    if page:
+        return page[1]
+    # s3://b/run, rclone's and scp's host:run/a, C:\\run: mkdir would make a folder of this name
+    if re.match(r"[^/\\]+:.*[/\\]", text) and not os.path.exists(text.split("/")[0]):
+        raise argparse.ArgumentTypeError(f"{text}: a URL, or on another machine: give a path on this one")
+    if text.lower() in ("none", "null"):  # what a script gives whose variable is not set
+        raise argparse.ArgumentTypeError(f"{text}: expected a path, ./{text} if that is meant")
+    return os.path.expanduser(text)  # a shell leaves the ~ of --out=~/run as it is
 
 
 WHOLE = number(int)
@@ -3124,10 +3129,12 @@ ANSWERS = {
     "eval_strategy evaluation_strategy save_strategy": "--eval_every N and --save_every N count steps",
     "attn_implementation flash_attn flash_attention flash_attention_2":
         "attention takes the fastest kernel by itself",
+    "overwrite_output_dir": "a run is never overwritten: give another --out, or remove the old folder",
     "push_to_hub hub_model_id": "after the run, `hf upload NAME OUT/final` does that",
-    "gpus n_gpus ngpus num_gpus gpu_ids device devices device_map":
-        "CUDA_VISIBLE_DEVICES=0,1 chooses GPUs, and torchrun --nproc_per_node N train.py ... uses N of them",
-    "config": "there are no config files: give their settings as flags, see --help",
+    "gpus n_gpu n_gpus ngpus num_gpus gpu_ids device devices device_map cpu cuda":
+        "CUDA_VISIBLE_DEVICES=0,1 chooses GPUs, -1 none; torchrun --nproc_per_node N train.py ... uses N",
+    "trust_remote_code": "code of a model's folder is never run: leave it out",
+    "config config_file yaml": "there are no config files: give their settings as flags, see --help",
     # torch.distributed.launch gave the first one to each process
     "local_rank nproc_per_node nnodes node_rank master_addr master_port num_processes":
         "it belongs to the launcher: torchrun --nproc_per_node N train.py ...",
@@ -3205,10 +3212,12 @@ def make_parser():
         "none; without a value: all)", nargs="*", metavar="LAYER", fixed=True, needs="qlora", everyday=True)
     add(method, "--lora_rank", WHOLE, None, "rank of the adapters (default: 16)", fixed=True, needs="lora",
         everyday=True, also="lora_r r rank lora_dim")
-    add(method, "--lora_alpha", AMOUNT, None, "scale = alpha / rank (default: 32)", fixed=True, needs="lora")
-    switch(method, "--rslora", "scale = alpha / sqrt(rank) (arXiv:2312.03732)", fixed=True, needs="lora")
+    add(method, "--lora_alpha", AMOUNT, None, "scale = alpha / rank (default: 32)", fixed=True, needs="lora",
+        also="alpha")
+    switch(method, "--rslora", "scale = alpha / sqrt(rank) (arXiv:2312.03732)", fixed=True, needs="lora",
+        also="rank_stabilized_lora")
     add(method, "--lora_dropout", number(float, zero_too=True, below=1), None, "dropout rate of the "
-        "adapters' inputs (default: 0)", fixed=True, needs="lora")
+        "adapters' inputs (default: 0)", fixed=True, needs="lora", also="dropout")
     switch(method, "--dpo", "train on pairs of a chosen and a rejected answer (arXiv:2305.18290); the "
         "reference is the model without adapters", fixed=True, needs="lora", everyday=True)
     add(method, "--beta", AMOUNT, None, "DPO's beta: a smaller value lets the model move further from the "
@@ -3258,14 +3267,15 @@ def make_parser():
 def add_memory_flags(parser):
     memory = parser.add_argument_group("memory and speed")
     switch(memory, "--fsdp2", "shard parameters, gradients and optimizer state over the ranks", everyday=True,
-        also="fsdp deepspeed")
+        also="fsdp deepspeed zero2 zero3 zero_stage")
     switch(memory, "--reshard_after_forward", "free the gathered weights of a block between its forward and "
         "its backward", on=True, needs="fsdp2")
     switch(memory, "--shard_embeddings", "gather the embedding and the head only while they are used; tied "
         "ones stay gathered", on=True, needs="fsdp2")
     add(memory, "--replicas", WHOLE, 1, "HSDP: N replicas of the model, each sharded over world/N ranks, "
         "usually one node; gradients are all-reduced between replicas", needs="fsdp2")
-    add(memory, "--sequence_parallel", WHOLE, 1, "split a row over N ranks; --batch_size is rows per group")
+    add(memory, "--sequence_parallel", WHOLE, 1, "split a row over N ranks; --batch_size is rows per group",
+        also="context_parallel context_parallel_size ulysses")
     add(memory, "--offload", str, None, "to host memory. activations: inputs of recomputed blocks. params: "
         "weights, gradients and optimizer state, with --fsdp2 (default: nothing; without a value: all that "
         "applies)", nargs="*", choices=("activations", "params"), everyday=True,
@@ -3276,7 +3286,7 @@ def add_memory_flags(parser):
     add(memory, "--activation_checkpointing", BLOCKS, "auto", "recompute the first N blocks (or all) in the "
         "backward. auto: as few as 90 %% of the GPU's memory allows; all on a CPU without --gpu_gib, or with "
         "--offload activations", nargs="?", const="all", everyday=True,
-        also="gradient_checkpointing grad_checkpoint")
+        also="gradient_checkpointing grad_checkpoint checkpoint_activations ac_mode")
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)
@@ -3349,7 +3359,7 @@ def add_run_flags(parser):
         "23.6 (default: all)", everyday=True)
     switch(run, "--tensorboard", "also write metrics for TensorBoard (pip install tensorboard)")
     switch(run, "--wandb", "also send metrics to Weights & Biases, configured by WANDB_PROJECT and so on "
-        "(pip install wandb)", everyday=True, also="report_to run_name")
+        "(pip install wandb)", everyday=True, also="report_to run_name wandb_project wandb_entity")
     switch(run, "--profile", "trace the third step and write trace.json.gz, for Perfetto")
     switch(run, "--memory_snapshot", "write memory.pickle of three steps, for pytorch.org/memory_viz",
            needs="a GPU")
@@ -3357,14 +3367,16 @@ def add_run_flags(parser):
         metavar="RUN/checkpoint-N")
     switch(run, "--merge", "also write merged/, the 16-bit model with the adapter merged in; with an adapter "
         "and without --data, only merge", everyday=True, also="merge_and_unload merge_lora")
-    add(run, "--system", str, None, "system message of --chat and --sample", needs="--chat or --sample")
+    add(run, "--system", str, None, "system message of --chat and --sample", needs="--chat or --sample",
+        also="system_prompt default_system")
     add(run, "--sample", str, None, "a text to continue or a question to answer before training, at each "
-        "evaluation and after training (default: none, except for the built-in data; '' is none)")
+        "evaluation and after training (default: none, except for the built-in data; '' is none)",
+        also="prompt question")
     switch(run, "--chat", "talk with --model instead of training", everyday=True)
     add(run, "--temperature", AMOUNT_OR_0, 0.0, "of --chat and --sample; 0: always the likeliest token",
-        needs="--chat or --sample")
+        needs="--chat or --sample", also="temp do_sample")
     add(run, "--max_new_tokens", WHOLE, None, "tokens of an answer (default: --chat 512, --sample 48)",
-        needs="--chat or --sample")
+        needs="--chat or --sample", also="max_tokens")
 
 
 def flags_with(mark):
@@ -3399,11 +3411,13 @@ def parse_args(argv, args=None):
     return args
 
 
+DASHES = "-", "–", "—", "−"  # noqa: RUF001  (pages and editors make one long dash of two short ones)
+
+
 def refuse_words(argv, flags):
     """Refuses words that argparse would drop, or take for something else than the user means."""
-    switches = {flag for flag, action in flags.items() if action.nargs == 0}
     name = "train.py"  # or the flag that the next value belongs to
-    for word, following in zip(argv, [*argv[1:], ""]):
+    for place, word in enumerate(argv):
         flag, equals, value = word.partition("=")
         if word.startswith("--"):
             name = flag
@@ -3413,15 +3427,42 @@ def refuse_words(argv, flags):
             # argparse drops such a value, and then raises a bare ValueError, or uses the default
             if value == "--":
                 refuse(f"{word}: expected a value, got two dashes")
-            on = value or following
-            if name in switches and on.lower() in ("true", "false", "yes", "no", "1", "0"):
-                how = off if off in switches else "no flag at all"
-                refuse(f"{name} {on}: a switch takes no value: {name} means on, {how} means off")
+            values = [value] if equals else []
+            values += itertools.takewhile(lambda other: not other.startswith(DASHES), argv[place + 1 :])
+            if name in flags:
+                refuse_stray(name, values, flags, bool(equals))
+        elif word.startswith(DASHES[1:]) and f"--{flag.lstrip(''.join(DASHES))}" in flags:
+            refuse(f"{word}: this is another character than the - of a keyboard: type --")
         if not word.startswith("--") or not equals:
             value = word
         # what a script gives whose variable is not set; --sample '' is how to have none
         if not value.strip() and name != "--sample":
             refuse(f"{name}: expected a value, got an empty string")
+
+
+def refuse_stray(name, values, flags, has_equals):
+    """Refuses words behind a flag that are none of its values. values: all words up to the next flag."""
+    nargs = flags[name].nargs
+    n_taken = 0 if nargs == 0 else 1
+    is_list = nargs in ("+", "*")
+    if len(values) <= n_taken or (is_list and not has_equals):
+        return
+    words = " ".join(values)
+    stray = values[n_taken]
+    if is_list:
+        refuse(f"{name}={words}: after = stands one value: give {name} {shlex.join(values)}")
+    # a setting of another trainer, see refuse_unknown()
+    if re.match(r"[\w.]+=", stray) or stray.endswith((".yaml", ".yml")):
+        return
+    if nargs == 0:
+        off = f"--no-{name[2:]}"
+        how = off if off in flags else "no flag at all"
+        refuse(f"{name} {stray}: a switch takes no value: {name} means on, {how} means off")
+    if values[0] == "=":
+        refuse(f"{name} {words}: leave out the blanks around the =")
+    if flags[name].type not in (str, path):
+        refuse(f"{name} {words}: expected one value, got {len(values)}")
+    refuse(f"{name} {words}: a value with blanks needs quotes: {name} {shlex.quote(words)}")
 
 
 def refuse(message):
@@ -3431,6 +3472,7 @@ def refuse(message):
 def refuse_unknown(word, flags):
     """Refuses a word and names the flag that was meant: another trainer's name, - for _, or a misspelling."""
     name = word.split("=")[0].lstrip("-").replace("-", "_").lower()
+    name = name.rpartition(".")[2]  # torchtune's and litgpt's optimizer.lr
     if word.endswith((".yaml", ".yml")):
         name = "config"
     known = {other: flag.option_strings[0] for flag in flags_with("also") for other in flag.also.split()}

@@ -89,9 +89,27 @@ FLAGS = {  # flags: words of the message
     "--finetuning_type lora": ["mean --lora?"],
     "--qlora true": ["--qlora true: a switch takes no value: --qlora means on, no flag at all means off"],
     "--lora=False": ["--lora False: a switch takes no value"],
+    "--fsdp2 full_shard": ["--fsdp2 full_shard: a switch takes no value"],
+    "--compile off": ["--compile off: a switch takes no value", "--no-compile means off"],
     "--packing false": ["--packing means on, --no-packing means off"],
     "--compile false": ["--compile means on, --no-compile means off"],
     "config.yaml": ["config.yaml: no such flag; there are no config files"],
+
+    "--lora config.yaml": ["config.yaml: no such flag; there are no config files"],
+    "--model tiny lr=5e-5": ["lr=5e-5: no such flag; did you mean --lr?"],
+    "--optimizer.lr 5e-5": ["--optimizer.lr: no such flag; did you mean --lr?"],
+    "--cpu": ["CUDA_VISIBLE_DEVICES", "-1 none"],
+
+    # a word that no flag takes belongs to the value before it
+    "--gpu RTX 4060 Ti 16GB": ["a value with blanks needs quotes: --gpu 'RTX 4060 Ti 16GB'"],
+    "--lora --out my run": ["a value with blanks needs quotes: --out 'my run'"],
+    "--resume my run --lora": ["a value with blanks needs quotes: --resume 'my run'"],
+    "--sample=what is it": ["a value with blanks needs quotes: --sample 'what is it'"],
+    "--gpu_gib 16 GB": ["--gpu_gib 16 GB: expected one value, got 2"],
+    "--lr = 5e-5": ["--lr = 5e-5: leave out the blanks around the ="],
+    "--data=a.jsonl b.jsonl": ["--data=a.jsonl b.jsonl: after = stands one value: give --data a.jsonl b.jsonl"],
+    "--lora \N{EN DASH}lr 1": ["\N{EN DASH}lr: this is another character than the - of a keyboard"],
+    "--model tiny \N{EM DASH}steps 5": ["\N{EM DASH}steps: this is another character"],
 
     # twice
     "--lr 1 --lr=2": ["--lr: given twice, 1.0 and 2.0: leave one"],
@@ -101,6 +119,10 @@ FLAGS = {  # flags: words of the message
     # addresses are no paths
     "--out s3://bucket/run": ["--out", "s3://bucket/run: a URL"],
     "--data https://example.org/a/b.jsonl": ["--data", "a URL"],
+    "--out bucket:runs/a": ["--out: bucket:runs/a: a URL, or on another machine: give a path on this one"],
+    "--out C:\\runs\\a": ["--out", "a URL, or on another machine"],
+    "--out None": ["--out: None: expected a path, ./None if that is meant"],
+    "--resume null": ["--resume: null: expected a path"],
     "--model https://huggingface.co/a/b/tree/abc": ["--model", "a URL"],
 
     # a share of the data, which is held out
