@@ -2805,7 +2805,8 @@ def print_data(args, loader, eval_loader, tokenizer):
     if eval_loader and share_of(args.eval_data):  # it is a share of the files above
         n_held_out = eval_loader.documents.n_examples()
         n_all = n_held_out + loader.documents.n_examples()
-        say(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples are held out, chosen by "
+        are = "is" if n_held_out == 1 else "are"
+        say(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples {are} held out, chosen by "
             "a hash of each")
         print_loader(eval_loader, [])
     elif eval_loader:
@@ -2844,12 +2845,13 @@ def print_file(file):
     if file.n_long:
         noun = "pairs" if PAIR in report.formats else "documents" if report.n_further else "examples"
         keeps = f"--seq_len {file.longest} keeps all"
+        are = "is" if file.n_long == 1 else "are"
         ends = {
-            "drop": f"and are dropped; {keeps}, --overflow truncate cuts them",
-            "truncate": f"and are cut; {keeps}",
-            "split": f"and are split; {keeps} in one part",
+            "drop": f"and {are} dropped; {keeps}, --overflow truncate cuts them",
+            "truncate": f"and {are} cut; {keeps}",
+            "split": f"and {are} split; {keeps} in one part",
         }
-        notes.append(f"note: {file.n_long:,} of {file.n_documents:,} {noun} are {file.too_long()} "
+        notes.append(f"note: {file.n_long:,} of {count_of(file.n_documents, noun)} {are} {file.too_long()} "
                      f"{ends[file.overflow]}")
     if report.n_further:
         ratio = report.n_tokens / (report.n_tokens - report.n_further_tokens)
@@ -3519,6 +3521,8 @@ def check_weights(model, reader, folder):
         "wrong shape": [f"{name} is {list(found[name])}, not {list(expected[name])}"
                         for name in expected.keys() & found if found[name] != expected[name]],
     }
+    if differences["missing"] == {HEAD}:
+        advice = "config.json does not tie the head: tie_word_embeddings true takes the embedding for it"
     if any(differences.values()):
         text = "; ".join(f"{what}: {listing(names)}" for what, names in differences.items() if names)
         raise ValueError(f"{folder}: {text}: {foreign_format(differences['unexpected']) or advice}")

@@ -182,7 +182,7 @@ def main(argv, progress, exits):
     say_space(args, trainer, opened.reader, saver)
     begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
     ranks.say(f"{data.count_of(steps, 'steps')} of {data.count_of(state['rows_a_step'], 'rows')}, "
-              f"learning rate {args.lr:.3g}, {begin}\nwriting to {out}")
+              f"learning rate {args.lr:.3g}\n{begin}\nwriting to {out}")
     eval_every = evaluation_interval(args, state, eval_loader, ranks)
     sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
     log = Log(out, state, loader, ranks, sinks)
@@ -854,18 +854,19 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
             how = f"give --batch_size {batch_size} --grad_accum {n_rows // ranks.world // batch_size}"
             if n_rows % ranks.world:
                 how = f"{ranks.world} ranks cannot divide them: start a number that divides {n_rows}"
-            raise ValueError(f"--resume {resumed}: its steps have {state['rows_a_step']} rows, and here they "
-                             f"would have {rows_a_step}: {how}")
+            n_rows = data.count_of(state["rows_a_step"], "rows")
+            raise ValueError(f"--resume {resumed}: its steps have {n_rows}, and here they would have "
+                             f"{rows_a_step}: {how}")
         if state["step"] > steps:
             raise ValueError(
                 f"--resume {resumed}: this run ends at step {steps}: raise --steps or --epochs")
-    say_notes(args, config, steps, ranks)
+    say_notes(args, config, steps, ranks, state["step"])
     if state["step"] == steps:
         ranks.note(f"this run is finished: {resumed} has its last step; --steps or --epochs with a higher "
                    "number trains on; final/ is written again")
     if state["steps"] != steps:
-        ranks.note(f"{resumed} was planned for {state['steps']} steps, not {steps}: the learning-rate "
-                   "schedule differs from here on")
+        ranks.note(f"{resumed} was planned for {data.count_of(state['steps'], 'steps')}, not {steps}: the "
+                   "learning-rate schedule differs from here on")
         state["steps"] = steps
     if eval_data not in (None, state["eval_data"]):
         if state["evaluated"]:
@@ -879,12 +880,12 @@ def count_steps(args, n_rows, world):
     rows_a_step = args.batch_size * args.grad_accum * world // args.sequence_parallel  # of all ranks
     if n_rows < rows_a_step:
         raise ValueError(
-            f"a step needs {rows_a_step} rows (--batch_size x --grad_accum x ranks) and the data has "
-            f"{n_rows}: lower one of them or --seq_len, or give more data")
+            f"a step needs {rows_a_step:,} rows (--batch_size x --grad_accum x ranks) and the data has "
+            f"{n_rows:,}: lower one of them or --seq_len, or give more data")
     return rows_a_step, args.steps or math.ceil(args.epochs * n_rows / rows_a_step)
 
 
-def say_notes(args, config, steps, ranks):
+def say_notes(args, config, steps, ranks, n_done=0):
     """Says what works and is probably not what the user wants."""
     dropouts = [f"{key} {getattr(config, key):g}" for key in ("attention_dropout", "residual_dropout")
                 if getattr(config, key)]
@@ -911,6 +912,10 @@ def say_notes(args, config, steps, ranks):
     if 1 <= args.warmup >= steps:
         ranks.note(f"--warmup {args.warmup:g} is not shorter than the run, {steps} steps: the learning rate "
                    "does not reach --lr")
+    n_left = steps - n_done
+    if (args.profile or args.memory_snapshot) and n_left < 3:
+        ranks.note("--profile and --memory_snapshot record the third step from here, and there are only "
+                   f"{n_left}: nothing is recorded")
     # A first try with a hundred rows learns next to nothing, and looks as if the model could not.
     if steps < 20 and not args.steps:
         ranks.note(f"only {steps} steps; a larger --epochs or a smaller --seq_len makes more")
@@ -1822,8 +1827,9 @@ class Log:
 
     def append(self, row, line, metrics):
         """Writes a row. Prints `line`, and below it those numbers of the row that `metrics` names."""
-        if metrics:
-            line += "\n  " + "  ".join(f"{name} {row[name]:.4g}" for name in row if name in metrics)
+        values = [f"{name} {row[name]:.4g}" for name in row if name in metrics]
+        for i in range(0, len(values), 2):  # the four of --dpo would have more than 80 columns
+            line += "\n  " + "  ".join(values[i : i + 2])
         self.ranks.say(line)
         if self.ranks.rank:
             return
@@ -1859,7 +1865,7 @@ class Log:
         losses = [row["losses"][-1] for row in read_metrics(self.out, self.state["step"]) if "losses" in row]
         if losses and losses[-1] > 10 * losses[0]:
             self.ranks.note(f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g}: lower --lr")
-        self.ranks.say(f"{n_steps} steps in {time.perf_counter() - self.start:.0f} s")
+        self.ranks.say(f"{data.count_of(n_steps, 'steps')} in {time.perf_counter() - self.start:.0f} s")
 
 
 def say_to_post(argv, args, log, predicted):
@@ -2092,13 +2098,16 @@ def print_start(argv, run, model, new_ids, policy, ranks):
         layers = "all-linear" if args.lora_targets == lm.targets_in(c) else ", ".join(args.lora_targets)
         alpha = f"alpha {args.lora_alpha:g}{', rsLoRA' if args.rslora else ''}"
         frozen = "; frozen blocks in NF4" if args.qlora else ""
-        lines.append(f"  adapters on {layers}: rank {args.lora_rank}, {alpha}{frozen}")
+        # what --model RUN/final stands for: its base is the model of the first line
+        trained_on = f"{args.adapter} is trained on: " if args.adapter else ""
+        lines.append(f"  {trained_on}adapters on {layers}: rank {args.lora_rank}, {alpha}{frozen}")
     if args.train_embeddings:
         lines.append(f"  embedding and head: trained in full, learning rate {args.embedding_lr:.3g}")
     if args.add_tokens:
         lines.append(f"  new tokens: ids {new_ids.start:,} to {new_ids.stop - 1:,}, in a vocabulary of "
                      f"{c.vocab_size:,}")
-    lines += [f"  {text}" for text in describe_blocks(run, policy)]
+    has_gpu = ranks.device.type == "cuda"
+    lines += [f"  {text}" for text in describe_blocks(run, policy, has_gpu)]
     if args.compile:
         lines.append("  --compile: half a minute in the first step, cached for the next run")
     if argv:
@@ -2113,7 +2122,7 @@ def print_start(argv, run, model, new_ids, policy, ranks):
         ranks.say(data.wrapped(line, indent=6))
 
 
-def describe_blocks(run, policy):
+def describe_blocks(run, policy, has_gpu=True):
     """-> [what the plan has decided about the blocks], also for --dry_run."""
     args = run.args
     n_layers = run.config.num_hidden_layers
@@ -2126,7 +2135,7 @@ def describe_blocks(run, policy):
         if policy.count("weights"):
             text += f"; {policy.count('weights')} keep their NF4 weights in 16 bits"
         texts.append(text)
-    if offloads_frozen(args):
+    if offloads_frozen(args) and has_gpu:
         texts.append(f"--resident_blocks {args.resident_blocks}: frozen weights of "
                      f"{policy.count('resident')} of {n_layers} blocks stay on the GPU")
     if "linear_attention" in run.config.layer_types:
@@ -2230,7 +2239,8 @@ def chat(args):
     if is_terminal:
         with contextlib.suppress(ImportError):  # not every Python has it
             import readline  # noqa: F401  (gives input() the arrow keys and a history)
-        data.say(f"talking with {args.adapter or args.model}\n{commands}")
+        base = f" on {args.model}" if args.adapter else ""
+        data.say(f"talking with {args.adapter or args.model}{base}\n{commands}")
     messages = system
     while True:
         try:
@@ -2382,7 +2392,8 @@ def check_finite(tensors, step, ranks, host_pages=None):
     names = list(itertools.chain(*ranks.gather(wrong)))  # of all ranks
     if names:
         ranks.leave()  # all of them together, because all ranks have the same names and raise
-        cause = "lower --lr" if step else "the files of --model are damaged, or --precision fp16 too narrow"
+        files = "--adapter" if ".lora_" in names[0] else "--model"
+        cause = "lower --lr" if step else f"the files of {files} are damaged, or --precision fp16 too narrow"
         raise FloatingPointError(
             f"{names[0]} contains inf or nan after {step} steps, nothing is saved: {cause}")
 
@@ -2418,7 +2429,7 @@ def end_if_stopped(save, saver, state, stop, ranks):
     save()  # does nothing if this step is saved
     number = signal.Signals(number)
     is_saved = saver.last_step == state["step"]
-    continues = f"saved: the same command with --resume {saver.out} continues"
+    continues = f"saved: the same command with --resume {shlex.quote(str(saver.out))} continues"
     outcome = continues if is_saved else "NOT saved, see above"
     ranks.say(f"stopped by {number.name} after step {state['step']} of {state['steps']}, {outcome}")
     ranks.leave()
@@ -2470,12 +2481,16 @@ def say_done(lora, merge, random_init, out, state, result_step, ranks):
     if best and best["step"] != result_step and best["step"] in checkpoints(out):
         checkpoint = checkpoints(out)[best["step"]]
         ranks.say(f"best evaluation loss {best['eval_loss']:.4f} at step {best['step']}; final/ has step "
-                  f"{result_step}. To export the best: python train.py --export {checkpoint}")
+                  f"{result_step}. To export the best:\n  {command_for('export', checkpoint)}")
     written = f"{out}/final and {out}/merged" if merge else f"{out}/final"
-    next_step = f"Try it: python train.py --chat --model {out}/{'merged' if merge else 'final'}"
+    next_step = f"Try it:\n  {command_for('chat --model', out / ('merged' if merge else 'final'))}"
     if lora and random_init and not merge:
         next_step = "--chat cannot load it: only --merge saves the random weights under it"
     ranks.say(f"done: {written}. {next_step}")
+
+
+def command_for(flags, folder):
+    return f"python train.py --{flags} {shlex.quote(str(folder))}"  # to be copied, whatever the name has
 
 
 def export_checkpoint(args, exits):
@@ -2504,8 +2519,8 @@ def export_checkpoint(args, exits):
         load_checkpoint(checkpoint, state["files"], trained, weights_only=True)
         out = exits.enter_context(run_folder(args.out or f"{run}-step-{state['step']}", None))
         data.export(args, model, opened.reader, opened.files, opened.tokenizer, out, ranks)
-    ranks.say(f"done: {out}/final has step {state['step']}. Try it: python train.py --chat --model "
-              f"{out}/final")
+    ranks.say(f"done: {out}/final has step {state['step']}. Try it:\n  "
+              f"{command_for('chat --model', out / 'final')}")
 
 
 def merge_result(args, exits):
@@ -2517,8 +2532,8 @@ def merge_result(args, exits):
         is_of_run = final.name == "final" and is_run(final.parent)
         out = exits.enter_context(run_folder(args.out, final if is_of_run else None))
         data.merge(args, opened.reader, opened.adapter_reader, opened.files, opened.tokenizer, out)
-    ranks.say(f"done: {out}/merged (no training, because no --data was given). Try it: python train.py "
-              f"--chat --model {out}/merged")
+    ranks.say(f"done: {out}/merged (no training, because no --data was given). Try it:\n  "
+              f"{command_for('chat --model', out / 'merged')}")
 
 
 # ---------------- checkpoints
@@ -2575,10 +2590,19 @@ def checkpoint_to_resume(out, resume):
 
 def find_checkpoint(flag, name):
     """The folder that --resume or --export names -> the checkpoint: this folder, or the newest in it."""
-    given = Path(name).resolve()  # "." inside a checkpoint has a name, too
+    given = Path(name)
     found = given if (given / STATE).is_file() else newest_checkpoint(given)
     if not found:
-        raise ValueError(f"--{flag} {name}: no {STATE} and no complete checkpoint-<step>/ in it")
+        what = f"no {STATE} and no complete checkpoint-<step>/ in it"
+        if not given.is_dir():
+            what = "a file, and a checkpoint is a folder" if given.exists() else "no such folder"
+        # a run's final/, a step that was removed, a file in a checkpoint
+        others = [str(folder) for above in given.parents[:2] for folder in checkpoints(above).values()]
+        there = f"; there is {data.listing(others)}" if others else ""
+        raise ValueError(f"--{flag} {name}: {what}{there}")
+    # "." and a link have another name, by which step and run would not be known
+    if step_of(found) is None or found.parent.name in ("", ".."):
+        found = found.resolve()
     if not is_ours(found):
         what = data.foreign_format(os.listdir(found)) or f"--model {found} begins with its weights"
         raise ValueError(f"--{flag} {found}: a checkpoint of another trainer: {what}")
@@ -3181,13 +3205,20 @@ def switch(group, flag, text, on=False, **marks):
     declare(group, flag, action=action, default=on, help=f"{text} (default: {shown})", **marks)
 
 
+class HelpText(argparse.HelpFormatter):
+    """argparse's lines of help, except that names like muse-glimmer-30b are not broken at a hyphen."""
+
+    def _split_lines(self, text, width):
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
 def make_parser():
     # allow_abbrev=False: with a new flag, an abbreviation in somebody's script would mean two flags.
     # exit_on_error=False: argparse raises instead of printing its usage, and launch() prints one line
     parser = argparse.ArgumentParser(
         usage="[torchrun --nproc_per_node N | python] train.py [flags]",
         description=(__doc__ or "").split("\n\n")[0],  # PYTHONOPTIMIZE=2 takes it away
-        add_help=False, allow_abbrev=False, exit_on_error=False)
+        add_help=False, allow_abbrev=False, exit_on_error=False, formatter_class=HelpText)
     parser.register("action", None, StoreOnce)
     declare(parser, "-h", "--help", "--help_all", action="help", everyday=True,
             help="print the everyday flags, or all flags with --help_all, and exit")
@@ -4820,9 +4851,10 @@ def describe_time(run, policy, name, steps, length):
     reasons = "; ".join(why for why in bounds if bounds[why])
     about, up_to = ("at least", "at most ") if reasons else ("about", "")
     n_tokens = args.batch_size * args.grad_accum * run.world // args.sequence_parallel * run.length
-    text = f"a step takes {about} {seconds:,.2f} s on the {name}, {up_to}{n_tokens / seconds:,.0f} tok/s"
-    if steps:
-        text += f", {steps:,} steps {about} {timedelta(seconds=round(steps * seconds))}"
+    shown = f"{seconds:,.2f} s" if seconds > 0.1 else f"{1000 * seconds:.2g} ms"  # that of a tiny model
+    text = f"a step takes {about} {shown} on the {name}, {up_to}{n_tokens / seconds:,.0f} tok/s"
+    if steps and steps * seconds > 1:
+        text += f", {data.count_of(steps, 'steps')} {about} {timedelta(seconds=round(steps * seconds))}"
     unmeasured = {
         "this card": name not in ("H100", "H200"),
         "Gated DeltaNet": "linear_attention" in run.config.layer_types,
@@ -5272,7 +5304,7 @@ def describe_plan(run, policy, room, argv=()):
             verdict = "does not fit: "
         elif need > TIGHT * room:
             verdict = "fits, but only just: "
-    yield f"{verdict}needs {least / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL)"
+    yield data.wrapped(f"{verdict}needs {least / GIB:.2f} GiB{of} (including 1 GiB for CUDA and NCCL)")
     if verdict.startswith("fits, but"):
         yield "  measured runs took up to 0.25 GiB more than predicted; NCCL was never measured"
     if least < need:

@@ -715,6 +715,9 @@ TENSORS = {
     "bitsandbytes": Case(
         spoil=[edit_tensors(quantize_as_bitsandbytes)],
         says=["unquantized model", "--qlora"]),
+    "a head that is not there": Case(
+        spoil=[take_tiny(), edit_config(tie_word_embeddings=False)],
+        says=["missing: lm_head.weight: config.json does not tie the head: tie_word_embeddings true"]),
     "a head that differs": Case(
         spoil=[take_tiny(), edit_tensors(add_a_head_that_differs)],
         says=["lm_head.weight", "set tie_word_embeddings to false"]),

@@ -1232,7 +1232,8 @@ def test_the_program_runs_without_docstrings():
 # ---------------------------------------------------------------- results
 
 
-def test_an_adapter_is_trained_on_with_the_commit_of_its_base_and_names_it(tmp_path, monkeypatch, few_chats):
+def test_an_adapter_is_trained_on_with_the_commit_of_its_base_and_names_it(
+        tmp_path, monkeypatch, few_chats, capsys):
     commits = {"1" * 40: model_with_weights(tmp_path / ("1" * 40)), "2" * 40: model_with_weights(tmp_path / ("2" * 40))}
     refs = {None: "1" * 40, "main": "1" * 40, "old": "2" * 40} | {commit: commit for commit in commits}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, revision, **_: commits[refs[revision]])
@@ -1245,6 +1246,10 @@ def test_an_adapter_is_trained_on_with_the_commit_of_its_base_and_names_it(tmp_p
     # as PEFT reads it: a branch, or a commit
     data.write_json(tmp_path / "first/final/adapter_config.json", settings | {"revision": "old"})
     assert train.launch(["--model", "first", *job, "--out", "second"]) == 0
+    said = capsys.readouterr().out
+    assert "\nann/legs (" in said
+    assert "  first/final is trained on: adapters on all-linear: rank 16" in said
+    assert re.search(r"\n1 step in \d+ s\n", said)
     assert data.read_json(tmp_path / "second/final/adapter_config.json")["revision"] == "2" * 40
     card = (tmp_path / "second/final/README.md").read_text()
     assert card.startswith("---\nlibrary_name: peft\nbase_model: ann/legs\nlicense: apache-2.0\n---\n")

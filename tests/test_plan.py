@@ -795,7 +795,7 @@ def test_adapters_on_one_card_are_told_of_four_bits_before_weights_in_host_memor
     assert of_ranks.index("--qlora") > of_ranks.index("--fsdp2 --offload params")
 
 
-def test_a_plan_that_hardly_fits_says_so():
+def test_a_plan_that_hardly_fits_says_so(monkeypatch):
     run = planned(["--model", "qwen3-0.6b", "--lora", "--seq_len", 256, "--activation_checkpointing", "all"],
                   lm.parse_config(data.PRESETS["qwen3-0.6b"] | {"num_hidden_layers": 2}), 1).run
     policy = train.blocks_as_asked(run)
@@ -803,6 +803,10 @@ def test_a_plan_that_hardly_fits_says_so():
     first = [next(train.describe_plan(run, policy, room)) for room in (need * 1.1, need * 1.01)]
     assert first[0].startswith("fits: needs ")
     assert first[1].startswith("fits, but only just: needs ")
+    monkeypatch.setattr(train, "OVERHEAD", 100 * train.GIB)  # numbers of a large card
+    lines = next(train.describe_plan(run, policy, 101 * train.GIB)).splitlines()
+    assert lines[0].startswith("fits, but only just: needs 100.")
+    assert max(map(len, lines)) <= 80
 
 
 def test_short_documents_need_more_in_the_backward_of_flash_attention():

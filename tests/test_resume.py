@@ -783,7 +783,7 @@ def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_mode
     assert train.launch([*argv, "--steps", "3", "--save_every", "1", "--keep", "1", "--out", str(out)]) == 0
     command = f"--export {out}/checkpoint-2"
     said = capsys.readouterr().out
-    assert "best evaluation loss 1.0000 at step 2; final/ has step 3. To export the best: " in said
+    assert "best evaluation loss 1.0000 at step 2; final/ has step 3. To export the best:\n  python" in said
     assert f"python train.py {command}\n" in said
 
     # what says so, too, is a checkpoint that is given as a model, also by its run if that has no other result
@@ -802,8 +802,20 @@ def test_the_best_checkpoint_is_named_at_the_end_and_its_command_writes_its_mode
     # a run stands for its newest checkpoint, as for --resume
     assert train.launch(["--export", str(out)]) == 0
     assert f"done: {out}-step-3/final has step 3" in capsys.readouterr().out
-    assert train.launch(["--export", str(out / "final")]) == 1
-    assert f"--export {out}/final: no trainer_state.json and no complete checkpoint-" in capsys.readouterr().err
+    (out / "empty").mkdir()
+    for name, what in {"empty": "no trainer_state.json and no complete checkpoint-", "checkpoint-7": "no such folder",
+                       "checkpoint-2/trainer_state.json": "a file, and a checkpoint is a folder"}.items():
+        assert train.launch(["--export", str(out / name)]) == 1
+        message = capsys.readouterr().err
+        assert f"--export {out}/{name}: {what}" in message
+        assert message.endswith(f"; there is {out}/checkpoint-2, {out}/checkpoint-3\n")
+    # a path is said as it was typed, and a command as a shell reads it
+    monkeypatch.chdir(tmp_path)
+    assert train.launch(["--export", "run", "--out", "a b"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "done: a b/final has step 3. Try it:\n  python train.py --chat --model 'a b/final'\n")
+    assert train.launch(["--export", "run"]) == 1
+    assert "error: --out run-step-3: already contains a run" in capsys.readouterr().err
     assert train.launch([*argv, "--steps", "2", "--out", str(tmp_path / "two")]) == 0
     name = "adapter_model.safetensors" if method else "model.safetensors"
     assert (tmp_path / "run-step-2/final" / name).read_bytes() == (tmp_path / "two/final" / name).read_bytes()

@@ -268,6 +268,9 @@ def test_with_data_all_steps_are_told_and_short_documents_cost_less(capsys, tmp_
     flags = "--model llama-3.1-8b --lora --seq_len 4096 --gpu 3090"
     said = dry_run(capsys, f"{flags} --data {tmp_path / 'chats.jsonl'}")
     assert re.search(r"steps about 0:0\d:\d\d:", said)
+    tiny = dry_run(capsys, f"--model tiny --lora --seq_len 256 --gpu 3090 --data {tmp_path / 'chats.jsonl'}")
+    assert re.search(r"a step takes at least [\d.]+ ms on the RTX 3090, ", tiny)
+    assert "0:00:00" not in tiny
     run = run_of(flags.replace("--gpu 3090", ""))
     blocks = train.blocks_as_asked(run)
     card = train.CARDS["RTX 3090"]

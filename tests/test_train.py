@@ -136,7 +136,6 @@ def test_metrics_of_the_main_job_show_that_it_learns(main_job):
 
 WORDS_OF_THE_START = [
     "adapters on all-linear: rank 16, alpha 32; frozen blocks in NF4\n",
-    "--resident_blocks auto: frozen weights of 0 of 6 blocks stay on the GPU\n",
     "--activation_checkpointing auto: the backward recomputes 6 of 6 blocks\n",
 ]
 
@@ -148,6 +147,7 @@ def test_main_job_says_what_was_decided_and_what_is_not_at_its_default(main_job)
     assert f"\n  --precision {precision}: trained weights in float32, all else in " in said
     for words in WORDS_OF_THE_START:
         assert f"\n  {words}" in said
+    assert "stay on the GPU" not in said  # there is none
 
     begin = said.index("\ntiny (")  # the model's line, and below it what was decided and the flags
     end = said.index("\n12 steps of ")
@@ -827,6 +827,15 @@ def test_what_is_probably_not_meant_gets_a_note(flags, words, monkeypatch, capsy
     assert not notes_of("--precision", "bf16", "--lora")
 
 
+def test_a_profile_without_a_third_step_gets_a_note(capsys):
+    args = train.parse_args(["--profile", "--precision", "fp32", "--lr", "1e-3"])
+    config = lm.parse_config(data.PRESETS["qwen3-0.6b"])
+    for n_done, is_said in ((47, False), (48, True)):
+        train.say_notes(args, config, 50, ALONE, n_done)
+        words = "--profile and --memory_snapshot record the third step from here, and there are only 2"
+        assert (words in words_of(capsys.readouterr().out)) == is_said
+
+
 def test_decay_spares_norms_and_biases():
     matrix = torch.nn.Parameter(torch.ones(2, 2))
     norm = torch.nn.Parameter(torch.ones(2))
@@ -925,6 +934,11 @@ def test_an_evaluation_of_pairs_says_how_often_the_chosen_answer_wins(log, capsy
     said = capsys.readouterr().out
     assert said == ("step 4  eval loss 0.5000 over 40 pairs, best 0.5000 at step 4\n"
                     "  eval_reward_margin 1.25  eval_reward_accuracy 0.75\n")
+    metrics = dict.fromkeys(["reward_margin", "reward_accuracy", "logp_chosen", "logp_rejected"], -1.2345e-05)
+    log.append({"step": 4} | metrics, "a row", metrics)
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line.split()) // 2 for line in lines] == [1, 2, 2]
+    assert max(map(len, lines)) <= 80
 
 
 def strict_json(text):
