@@ -2806,8 +2806,8 @@ def print_data(args, loader, eval_loader, tokenizer):
         n_held_out = eval_loader.documents.n_examples()
         n_all = n_held_out + loader.documents.n_examples()
         are = "is" if n_held_out == 1 else "are"
-        say(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples {are} held out, chosen by "
-            "a hash of each")
+        say(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples {are} held out, chosen "
+            "by a hash of each")
         print_loader(eval_loader, [])
     elif eval_loader:
         print_loader(eval_loader, eval_loader.documents.files)

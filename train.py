@@ -314,9 +314,11 @@ class Ranks:
         self.world = 1
         self.control = None
         under_torchrun = "RANK" in os.environ
-        environment = os.environ if under_torchrun else {}
-        self.local = int(environment.get("LOCAL_RANK", 0))  # its number on this machine
-        self.n_local = int(environment.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
+        self.local = 0  # its number on this machine
+        self.n_local = 1  # ranks of this machine
+        if under_torchrun:
+            with meeting():
+                self.local, self.n_local = local_numbers(os.environ)
         try:
             self.device = prepare_device(self.local, self.n_local)
         except ValueError as caught:  # perhaps on one machine alone
@@ -421,6 +423,20 @@ def name_of_rank():
     return f"rank {os.environ.get('RANK', 0)} ({platform.node()})"
 
 
+def local_numbers(environment):
+    """-> LOCAL_RANK and LOCAL_WORLD_SIZE. ValueError where a script has set numbers that cannot be."""
+    # without RANK or WORLD_SIZE, rendezvous() says which is missing
+    rank, world = (int(environment.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
+    local = int(environment.get("LOCAL_RANK", 0))
+    n_local = int(environment.get("LOCAL_WORLD_SIZE", local + 1))  # scripts for srun often leave it out
+    # rank - local is the first rank of this machine: open_data() reads what that one has tokenized
+    is_possible = rank in range(world) and local in range(n_local) and local <= rank and n_local <= world
+    if world and not is_possible:
+        raise ValueError(f"RANK={rank} WORLD_SIZE={world} LOCAL_RANK={local} LOCAL_WORLD_SIZE={n_local} "
+                         "cannot be")
+    return local, n_local
+
+
 @contextlib.contextmanager
 def meeting():
     """Makes one line of torch's errors where ranks do not find each other. Each rank has to print its own."""
@@ -431,12 +447,13 @@ def meeting():
             f"RANK is set, so this process is one of several ranks. {error}. torchrun sets "
             f"{data.listing(OF_GROUP)}: start with it, or unset RANK") from error
     except RuntimeError as error:
-        given = " ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        given = " ".join(f"{name}={os.environ.get(name)}" for name in sorted(OF_GROUP))
         why = str(error).splitlines()[0][:300].rstrip(".")
         raise ConnectionError(
-            f"{name_of_rank()}: no contact with the other ranks at {given}: {why}. Each rank listens at the "
-            "address of its machine's name. If that is 127.0.1.1, no other machine reaches it: "
-            "GLOO_SOCKET_IFNAME=eth0 gives the network interface to listen at") from error
+            f"{name_of_rank()}: no contact with the other ranks at {given}: {why}. All ranks need these "
+            "values, and each a RANK of its own. Each rank listens at the address of its machine's name. If "
+            "that is 127.0.1.1, no other machine reaches it: GLOO_SOCKET_IFNAME=eth0 gives the network "
+            "interface to listen at") from error
 
 
 def prepare_device(local_rank, n_local):

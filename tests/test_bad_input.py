@@ -292,6 +292,12 @@ OF_RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER
     {"RANK": "1", "MASTER_ADDR": None},
     {"RANK": "1", "MASTER_PORT": None},
     {"WORLD_SIZE": "two"},
+    {"LOCAL_RANK": "x"},
+    {"RANK": "2"},  # of 2
+    {"RANK": "-1"},
+    {"LOCAL_RANK": "1"},  # of rank 0: the first rank of its machine would be -1
+    {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+    {"LOCAL_WORLD_SIZE": "8"},  # of 2
 ], ids=str)
 def test_half_of_the_environment_of_a_rank_is_one_message(monkeypatch, capsys, changes):
     for name, value in (OF_RANK_0 | changes).items():
@@ -305,6 +311,11 @@ def test_half_of_the_environment_of_a_rank_is_one_message(monkeypatch, capsys, c
     assert said.startswith("train.py: error: RANK is set")
     name, value = list(changes.items())[-1]
     assert_says(said, [value or name, "torchrun sets", "unset RANK"])
+
+
+def test_a_script_that_sets_no_number_of_local_ranks_is_understood():
+    assert train.local_numbers(OF_RANK_0) == (0, 1)
+    assert train.local_numbers(OF_RANK_0 | {"RANK": "1", "LOCAL_RANK": "1"}) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
