@@ -3821,5 +3821,5 @@ def merged_weight(reader, name, adapter_reader, scale):
         a_RD = whole(adapter_reader, f"{layer}.lora_A.weight")
         b_NR = whole(adapter_reader, f"{layer}.lora_B.weight")
         product_ND = b_NR.float() @ a_RD.float()
-        weight.copy_(weight.float().add_(product_ND, alpha=scale))
-    return weight
+        weight = weight.float().add_(product_ND, alpha=scale)
+    return weight.to(reader.tensors[name].dtype)  # random weights are made in float32

@@ -180,9 +180,9 @@ def main(argv, progress, exits):
     state = ranks.gather(state)[0]  # rank 0's: until here each rank had what it has read for itself
     saver = Saver(out, args.keep, ranks, state)
     say_space(args, trainer, opened.reader, saver)
-    begin = f"continuing after step {state['step']:,} of {resumed}" if resumed else "from the start"
+    begin = f"\ncontinuing after step {state['step']:,} of {resumed}" if resumed else ", from the start"
     ranks.say(f"{data.count_of(steps, 'steps')} of {data.count_of(state['rows_a_step'], 'rows')}, "
-              f"learning rate {args.lr:.3g}\n{begin}\nwriting to {out}")
+              f"learning rate {args.lr:.3g}{begin}\nwriting to {out}")
     eval_every = evaluation_interval(args, state, eval_loader, ranks)
     sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
     log = Log(out, state, loader, ranks, sinks)

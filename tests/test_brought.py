@@ -1256,6 +1256,22 @@ def test_an_adapter_is_trained_on_with_the_commit_of_its_base_and_names_it(
     assert str(tmp_path) not in card  # nor the name of a private file of data
 
 
+def test_random_weights_are_merged_in_the_models_own_dtype():
+    """--random_init --merge: they are made in float32, and the header of the merged file names the model's dtype."""
+    raw = data.read_json(HERE / "tiny/config.json")
+    model = lm.Transformer(lm.parse_config(raw | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}))
+    reader = data.RandomWeights(model, 0, torch.device("cpu"))
+    norm = "model.norm.weight"
+    layer = "model.layers.0.self_attn.k_proj"
+    made = {f"{data.PEFT_PREFIX}{layer}.lora_{which}.weight": torch.full(shape, 0.1)
+            for which, shape in {"A": (1, 192), "B": (64, 1)}.items()}
+    adapter = argparse.Namespace(tensors=data.layout_of(made), rows=lambda name, start, stop: made[name][start:stop])
+    merged = {name: data.merged_weight(reader, name, adapter, 2.0) for name in (norm, f"{layer}.weight")}
+    assert {weight.dtype for weight in merged.values()} == {torch.bfloat16}
+    expected = data.whole(reader, f"{layer}.weight") + 0.02
+    assert torch.allclose(merged[f"{layer}.weight"].float(), expected, rtol=2**-8)  # bf16 has 8 bits
+
+
 def test_a_result_has_what_a_model_needs_and_nothing_of_others(tmp_path):
     base = model_folder(tmp_path)
     others = ["trainer_state.json", "args.json", "hf_quant_config.json", "secrets.json", "zero_to_fp32.py"]
