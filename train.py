@@ -134,12 +134,12 @@ def main(argv, progress, exits):
     ranks = Ranks(args.fsdp2, args.timeout)
     stop = StopSignal(exits)
     device = ranks.device
-    say_machine(ranks)
+    say_machine(ranks)  # before a download, which is in vain if a GPU that should be there is not found
     # first, so that two starts never share a folder; it goes again if no step is made
     out, resumed, revisions = take_folder(args.out, args.resume, args.inspect, ranks, exits)
-    progress["out"] = out
+    progress["out"] = out  # where launch() looks for a checkpoint to name, and writes oom.json
     opened = open_model(args, ranks, revisions)
-    compare_ranks(args, opened, resumed, ranks)
+    compare_ranks(args, opened, resumed, ranks)  # before any rank reads data or allocates its shard
     config = opened.config
     model = opened.model
     tokenizer = opened.tokenizer
@@ -159,7 +159,7 @@ def main(argv, progress, exits):
     has_flash = all(ranks.gather(has_bf16(device))) if device.type == "cuda" else None
     # after the data, because the longest row decides how much is recomputed
     run = RunSpec(args, config, ranks.world, loader.longest, has_flash, documents_in_a_row(loader))
-    room = limit_gpu(args.gpu_gib, ranks)
+    room = limit_gpu(args.gpu_gib, ranks)  # before the plan, which counts on what other processes leave
     policy, planned, predicted = plan_run(run, room, steps, mean_length(loader), ranks, argv)
     print_start(argv, run, model, tokenizer.new_ids, policy, ranks)
     for line in planned:
@@ -185,7 +185,7 @@ def main(argv, progress, exits):
               f"learning rate {args.lr:.3g}{begin}\nwriting to {out}")
     eval_every = evaluation_interval(args, state, eval_loader, ranks)
     sample = Sample(args, opened, loader.documents, resumed, ranks, stop)
-    log = Log(out, state, loader, ranks, sinks)
+    log = Log(out, state, loader, ranks, sinks)  # here its clock begins: loading counts for no step
     stop.can_save = True  # from here on a signal waits for the end of a step, which is saved
 
     def save():
@@ -220,7 +220,7 @@ def main(argv, progress, exits):
         if args.patience and state["evals_since_best"] >= args.patience:
             ranks.say(f"--patience {args.patience} ends the run after step {state['step']} of {steps}")
             save()  # as after the last step of any run
-            break
+            break  # the batches that were drawn for this step train nothing
         step = state["step"] + 1  # from 1, as it is logged; the schedule, dropout and data count from 0
         ranks.rearm_watchdog()  # a rank has --timeout seconds from here to the next call
         lr = set_rates_(optimizer, step - 1, steps, args)
@@ -257,7 +257,7 @@ def main(argv, progress, exits):
         if save_due:
             save()
         if stopped:
-            end_if_signalled()
+            end_if_signalled()  # on all ranks, because `stopped` is the largest of all
 
     # ---- the result: written before an evaluation or a sample could fail
     if args.patience:
@@ -318,7 +318,7 @@ class Ranks:
         self.n_local = 1  # ranks of this machine
         if under_torchrun:
             with meeting():
-                self.local, self.n_local = local_numbers(os.environ)
+                self.local, self.n_local = local_numbers(os.environ)  # before they choose a GPU
         try:
             self.device = prepare_device(self.local, self.n_local)
         except ValueError as caught:  # perhaps on one machine alone
@@ -352,9 +352,9 @@ class Ranks:
                     backend, store=store, rank=self.rank, world_size=self.world, timeout=self.step_limit)
                 if self.world > 1:
                     self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
-        self.names = self.gather(name_of_rank())
+        self.names = self.gather(name_of_rank())  # so that an error can say on which machine it is
         with self.agree():
-            if error:
+            if error:  # only now that all ranks have met can it be said to all
                 raise ValueError(error)
 
     def say(self, text):
@@ -391,7 +391,7 @@ class Ranks:
         # Any other error is a bug: this rank ends with its traceback, and torchrun ends the others.
         except (ValueError, OSError) as caught:
             error = str(caught)
-        errors = self.gather(error)
+        errors = self.gather(error)  # also without an error, because the others wait for this rank's
         message = next(filter(None, errors), None)
         if message is None:
             return
@@ -420,6 +420,7 @@ class Ranks:
 
 
 def name_of_rank():
+    # from the environment: it is needed where ranks have not met
     return f"rank {os.environ.get('RANK', 0)} ({platform.node()})"
 
 
@@ -448,7 +449,7 @@ def meeting():
             f"{data.listing(OF_GROUP)}: start with it, or unset RANK") from error
     except RuntimeError as error:
         given = " ".join(f"{name}={os.environ.get(name)}" for name in sorted(OF_GROUP))
-        why = str(error).splitlines()[0][:300].rstrip(".")
+        why = str(error).splitlines()[0][:300].rstrip(".")  # what follows are frames of C++
         raise ConnectionError(
             f"{name_of_rank()}: no contact with the other ranks at {given}: {why}. All ranks need these "
             "values, and each a RANK of its own. Each rank listens at the address of its machine's name. If "
@@ -474,7 +475,7 @@ def prepare_device(local_rank, n_local):
         if local_rank == 0:
             say_missing_gpu([str(warning.message) for warning in warned])
         return torch.device("cpu")
-    n_gpus = torch.cuda.device_count()
+    n_gpus = torch.cuda.device_count()  # those that CUDA_VISIBLE_DEVICES leaves
     # `srun --gpus-per-task=1` shows each rank its own GPU alone, and torchrun shows all to all
     if n_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         local_rank = 0
@@ -581,7 +582,7 @@ def open_config(args, world, device, random_init, revisions=None):
     if adapter_reader and data.has_two_matrices(adapter_reader, config):
         files = files._replace(config=data.with_value(files.config, "tie_word_embeddings", False))
     resolve_for_model(args, config, adapter_settings, device)
-    stored_config = config
+    stored_config = config  # --add_tokens is about to make the vocabulary larger than that of the files
     files = with_vocabulary(files, config.vocab_size, args.add_tokens, adapter_reader)
     config = lm.parse_config(files.config, f"{args.model}: config.json")
     check_sizes(args, config, world)
@@ -629,7 +630,7 @@ def resolve_for_model(args, config, adapter_settings, device):
             found += lm.DELTANET_GATES
         absent = set(names) - set(found)
         if set(names) >= set(lm.ALL_LINEAR):
-            setattr(args, flag, [name for name in found if name in names])
+            setattr(args, flag, [name for name in found if name in names])  # `all` is what this model has
         elif absent:
             raise ValueError(f"--{flag} {', '.join(sorted(absent))}: the model has no such layer, only "
                              + ", ".join(found))
@@ -664,7 +665,7 @@ def check_sizes(args, config, world):
             raise ValueError(f"--{flag} {given} needs {given} processes or a multiple of that, not {world}: "
                              f"torchrun --nproc_per_node {given} starts {given}")
     # each rank of a --sequence_parallel group mixes its share of the heads
-    if math.gcd(*n_heads.values()) % args.sequence_parallel:
+    if math.gcd(*n_heads.values()) % args.sequence_parallel:  # one number has to divide all of them
         heads = ", ".join(f"{count} {kind}" for kind, count in n_heads.items())
         raise ValueError(f"--sequence_parallel {args.sequence_parallel}: it must divide the model's {heads}")
     if config.num_experts:
@@ -749,7 +750,7 @@ def what_is_trained(args, opened, resumed, ranks):
              sorted(tokenizer.stop_ids)]  # where an answer of --sample ends
     about["checksum of the tokenizer"] = zlib.crc32(repr(texts).encode())
     about["checksum of the chat template"] = zlib.crc32(repr(tokenizer.template_texts).encode())
-    about["device"] = ranks.device.type
+    about["device"] = ranks.device.type  # a rank that finds no GPU would wait in gloo for ranks in NCCL
     files = {os.path.basename(path): [path] for path in CODE}
     files["state of --resume"] = [resumed / STATE] if resumed else []
     files["weights of --model"] = getattr(opened.reader, "open_files", ())  # random ones have no files
@@ -848,7 +849,7 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
     """-> the state of the run at its start: what it carries from step to step beside its tensors."""
     with ranks.agree():
         rows_a_step, steps = count_steps(args, len(loader.rows), ranks.world)
-        settings = fixed_settings(args, config, loader, reader)
+        settings = fixed_settings(args, config, loader, reader)  # what read_state() compares
         eval_data = eval_loader.documents.checksum if eval_loader else None
         state = {  # trainer_state.json has these names
             "step": 0,
@@ -995,7 +996,7 @@ def build(model, run, policy, ranks, load_weights):
         shard_(model, args, device, policy.on_host)
     # until here the model is on the meta device, so a rank allocates no more than its own shard
     streamed = allocate_(model, run, policy, device)
-    load_weights(model)
+    load_weights(model)  # before StreamedWeights, which copies what is there to host memory
     # these two live on in the hooks that they register on modules
     host_pages = StreamedWeights(streamed, device).host_pages if streamed else {}
     if run.streams and not run.trains_vocabulary:
@@ -1207,14 +1208,14 @@ def shard_(model, args, device, on_host=None):
     if args.replicas == 1:
         mesh = mesh["shard"]  # FSDP2 without replicas
     policy = MixedPrecisionPolicy(
-        param_dtype=model.compute_dtype,
+        param_dtype=model.compute_dtype,  # of what is gathered: with mixed, half the bytes of the masters
         reduce_dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
         cast_forward_inputs=False,  # a cast would round RoPE's float32 angles to bf16
     )
     stay = OffloadPolicy()  # on the GPU
     pin_memory = device.type != "cpu"
     offload = CPUOffloadPolicy(pin_memory) if "params" in args.offload else stay
-    ignored = set()
+    ignored = set()  # what fully_shard() leaves alone, on every rank
     resident = set() if on_host is None else {*range(len(model.model.layers))} - {*on_host}
     if carrier_of(args, dist.get_world_size()) == "StreamedWeights":
         ignored.update(frozen_of(model))
@@ -1480,7 +1481,7 @@ class StreamedWeights:
         # The caller has issued all compute on what the slot has now.
         if not 0 <= k < len(self.copies) or self.in_slot[k % 2] == k:
             return
-        self.in_slot[k % 2] = k
+        self.in_slot[k % 2] = k  # noted at the start: a second call must not copy again
         self.arrival[k % 2] = self.side.copy(*self.copies[k])
 
     def wait_for(self, k):
@@ -1514,7 +1515,7 @@ class StreamedVocabulary:
         self.side = SideStream(device)
         self.device = device
         self.head = model.lm_head
-        self.on_host = self.head.weight
+        self.on_host = self.head.weight  # after_head() puts it back, for whoever asks for parameters
         self.arriving = None  # the Copy of the head
         if device.type != "cpu":
             # in place: a tied embedding is the same parameter
@@ -1596,10 +1597,11 @@ def make_optimizer(named, args, found_inf):
             groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, found_inf)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
     for p in named.values():
+        # as AdamW itself would in its first step, but before a checkpoint is loaded into it
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     if args.fused_adamw:
-        optimizer.found_inf = found_inf
+        optimizer.found_inf = found_inf  # the fused kernel reads it, as for torch.amp.GradScaler
     return optimizer
 
 
@@ -1718,8 +1720,8 @@ def draw(path, curves):
     for i, ((name, colour), curve) in enumerate(curves.items()):
         points = []
         for step, loss in curve:
-            x = 52 + 656 * (step - first) / max(last - first, 1)
-            y = 356 - 342 * (loss - low) / max(high - low, 1e-9)
+            x = 52 + 656 * (step - first) / max(last - first, 1)  # a run may have one step
+            y = 356 - 342 * (loss - low) / max(high - low, 1e-9)  # or equal losses; y grows downwards
             points.append(f"{x:.1f},{y:.1f}")
         line = " ".join(points)
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
@@ -1798,7 +1800,7 @@ class Log:
         mem_gib, mem_reserved_gib = memory_gib(self.ranks.device)  # peaks since the last row
         row = {
             "step": step,
-            "epoch": step * self.state["rows_a_step"] / len(self.loader.rows),
+            "epoch": step * self.state["rows_a_step"] / len(self.loader.rows),  # of the data, with a fraction
             "loss": losses[-1],
             **numbers,
             "tokens": self.state["tokens"],
@@ -1847,7 +1849,7 @@ class Log:
         values = [f"{name} {row[name]:.4g}" for name in row if name in metrics]
         for i in range(0, len(values), 2):  # the four of --dpo would have more than 80 columns
             line += "\n  " + "  ".join(values[i : i + 2])
-        self.ranks.say(line)
+        self.ranks.say(line)  # on the console also where the file cannot be written
         if self.ranks.rank:
             return
         try:
@@ -1855,7 +1857,7 @@ class Log:
                 # rows behind a resumed run's checkpoint, or half a row that a full disk has left
                 if file.tell() > self.state["metrics_bytes"]:
                     file.truncate(self.state["metrics_bytes"])
-                file.write(data.json_of(row) + "\n")
+                file.write(data.json_of(row) + "\n")  # a row a write: a kill leaves half of one at most
                 self.state["metrics_bytes"] = file.tell()
         except OSError as error:  # a full disk does not end a training
             self.ranks.say(f"{self.out}/metrics.jsonl: not written: {error}")
@@ -1889,7 +1891,7 @@ def say_to_post(argv, args, log, predicted):
     """Prints one line about a run on a GPU, for a post. A wrapped one would be pasted in pieces."""
     rows = read_metrics(log.out, log.state["step"])
     rows = [row for row in rows if "losses" in row and row["step"] > log.start_step]
-    if log.ranks.rank or not rows:
+    if log.ranks.rank or not rows:  # a run that was resumed at its last step has none
         return
     allocated = max(row["mem_gib"] for row in rows)
     reserved = max(row["mem_reserved_gib"] for row in rows)
@@ -1916,7 +1918,7 @@ def open_sinks(args, out, resumed, ranks, exits):
             if ranks.rank or not out or not getattr(args, flag):
                 continue
             try:
-                sinks.append(kind(out, step, settings_of(args, ranks.world)))
+                sinks.append(kind(out, step, settings_of(args, ranks.world)))  # which may ask for a login
             except Exception as error:  # each library raises classes of its own, also when it is imported
                 message = f"--{flag}: {type(error).__name__}: {error}"
                 if not resumed:  # the user is there, and can fix it; torchrun restarts runs at night
@@ -1973,7 +1975,7 @@ class WandB:
         import wandb
 
         path = out / "wandb-id.txt"  # a resumed run finds one
-        run_id = path.read_text().strip() if path.is_file() else None
+        run_id = path.read_text().strip() if path.is_file() else None  # None: wandb makes one
         self.run = wandb.init(
             id=run_id, resume="allow", dir=os.getenv("WANDB_DIR", str(out)), config=settings)
         if self.run is None:
@@ -2011,7 +2013,7 @@ def tracer(profile, snapshot, out, ranks):
     # The third step, in which everything is warm. repeat=1, or each third step of the run would be written.
     third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
     profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
-    profiler.start()
+    profiler.start()  # main calls step(), which ends it after the third
     return profiler
 
 
@@ -2039,7 +2041,7 @@ def allowed_cores():
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for quota_us, period_us in cgroup_limits("cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
         if quota_us > 0:  # version 1 has -1 where there is none
-            n_cores = min(n_cores, math.ceil(quota_us / period_us))
+            n_cores = min(n_cores, math.ceil(quota_us / period_us))  # half a core needs a thread, too
     return n_cores
 
 
@@ -2047,7 +2049,7 @@ def allowed_memory():
     """Bytes of host memory that this process may use: the machine's, or the limit of a container or a job."""
     n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for (limit,) in cgroup_limits("memory", "memory.max", "memory.limit_in_bytes"):
-        n_bytes = min(n_bytes, limit)
+        n_bytes = min(n_bytes, limit)  # version 1 has a huge number where there is no limit
     return n_bytes
 
 
@@ -2059,7 +2061,7 @@ def say_missing_gpu(warned):
     if visible or warned or shutil.which("nvidia-smi") or os.path.exists("/dev/nvidia0"):
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
         set_to = f" (CUDA_VISIBLE_DEVICES={visible})" if visible else ""
-        why = "".join(f". {text}" for text in dict.fromkeys(warned))
+        why = "".join(f". {text}" for text in dict.fromkeys(warned))  # torch may say one thing twice
         data.note(f"training on the CPU: torch {torch.__version__} is built for {built_for} and finds no "
                   f"NVIDIA GPU{set_to}{why}")
 
@@ -2172,7 +2174,7 @@ class Sample:
     prints them, but all ranks must call the methods, because under FSDP2 each forward is a collective."""
 
     def __init__(self, args, opened, documents, resumed, ranks, stop):
-        self.question = (args.sample or "").strip()
+        self.question = (args.sample or "").strip()  # `--sample ''` is how to have none
         self.max_new_tokens = args.max_new_tokens or 48
         self.temperature = args.temperature
         self.model = opened.model
@@ -2208,7 +2210,7 @@ class Sample:
                 (stopped,) = self.ranks.largest(self.stop.number)
                 if stopped:
                     break
-        return textwrap.shorten(self.tokenizer.text_of(tokens), 400)
+        return textwrap.shorten(self.tokenizer.text_of(tokens), 400)  # one paragraph, of five lines
 
     def say_answer(self, log):
         """Prints the answer of this step. After the last step say_before_and_after() does that."""
@@ -2246,9 +2248,9 @@ def chat(args):
     tokenizer = opened.tokenizer
     with ranks.agree():
         system = system_message(tokenizer, args.system)
-    model.to_empty(device=ranks.device).tie_()
+    model.to_empty(device=ranks.device).tie_()  # to_empty() makes two tensors of a tied pair
     load_weights_(model, opened, args.seed, None, ranks)
-    model.eval()
+    model.eval()  # without dropout; nothing here trains
     sys.stdin.reconfigure(errors="replace")  # what is not UTF-8 becomes a mark
     commands = ("/reset starts a new chat, /system TEXT one with a system message, /system one\n"
                 "without; Ctrl-C stops an answer, /quit or Ctrl-D ends")
@@ -2258,7 +2260,7 @@ def chat(args):
             import readline  # noqa: F401  (gives input() the arrow keys and a history)
         base = f" on {args.model}" if args.adapter else ""
         data.say(f"talking with {args.adapter or args.model}{base}\n{commands}")
-    messages = system
+    messages = system  # it grows by new lists alone, so that /reset finds `system` as it was
     while True:
         try:
             question = input("> " if is_terminal else "").strip()
@@ -2378,7 +2380,7 @@ class NonFinite:
         counts = {"skipped_steps": self.n_steps.clone()}
         if self.scale is not None:
             counts["loss_scale"] = self.scale
-        self.n_steps.zero_()
+        self.n_steps.zero_()  # after the clone, in the order of the device's stream
         return counts
 
 
@@ -2516,7 +2518,7 @@ def export_checkpoint(args, exits):
     with ranks.agree():
         checkpoint = find_checkpoint("export", args.export)
         run = checkpoint.parent
-        state = read_state(checkpoint, {}, ranks)
+        state = read_state(checkpoint, {}, ranks)  # its settings are compared below, when the model is open
         # The state has a checksum, and args.json none: it only names what may have moved since.
         saved = state["settings"]
         flags = {name: saved.get(f"--{name}", value) for name, value in vars(args).items()}
@@ -2546,6 +2548,7 @@ def merge_result(args, exits):
     opened = open_model(args, ranks)
     with ranks.agree():
         final = opened.adapter_reader.folder  # RUN/final, or any adapter
+        # anybody else's folder gets no merged/ unless --out names it
         is_of_run = final.name == "final" and is_run(final.parent)
         out = exits.enter_context(run_folder(args.out, final if is_of_run else None))
         data.merge(args, opened.reader, opened.adapter_reader, opened.files, opened.tokenizer, out)
@@ -2640,7 +2643,7 @@ def run_folder(out, start):
     checkpoint or the final/ that this process goes on from, or None."""
     named = out or (start and start.parent)
     folder = Path(named) if named else new_folder()
-    is_new = not named or not folder.exists()
+    is_new = not named or not folder.exists()  # a folder that the user has made stays
     check_folder(folder, start)  # before anything is written to somebody's files
     with lock_folder(folder):
         try:
@@ -2695,6 +2698,7 @@ def take_folder(out, resume, inspect, ranks, exits):
                 token = folder / f"{os.urandom(8).hex()}.part"  # a new name, which no NFS has cached
                 exits.callback(data.remove, token)
                 data.make_folder(token)
+            # a resumed run reads the commits that it has begun with, not the newest ones
             revisions = from_args_json(checkpoint.parent, "revisions", dict) if checkpoint else {}
             found = folder, token, checkpoint, revisions
     folder, token, checkpoint, revisions = ranks.gather(found)[0]
@@ -2776,6 +2780,7 @@ def check_folder(folder, start):
 
 def lock_folder(out):
     """Makes the run's folder and locks it for this process for as long as the returned file is open."""
+    # of such a link mkdir() would say that the file exists
     for path in (out, *out.parents):
         if path.is_symlink() and not path.exists():
             raise ValueError(f"--out {out}: {path} is a link to {os.readlink(path)}, which does not exist")
@@ -2893,7 +2898,7 @@ def rows_of_rank(tensors, rank):
             mesh = tensor.device_mesh  # [shards], or [replicas, shards]
             is_writer = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
         rows, first = local_rows(tensor)
-        if is_writer and rows.numel():
+        if is_writer and rows.numel():  # a small tensor leaves some ranks without a row
             rows_of[f"{name}:{first}"] = rows
     return rows_of
 
@@ -2993,12 +2998,12 @@ class Saver:
                     data.put_in_place(part, self.out / name)
                     self.remove_old(state)
         except OSError as error:
-            data.remove(part)
+            data.remove(part)  # half of a checkpoint would keep a full disk full
             older = "Older checkpoints are intact" if checkpoints(self.out) else "There is no older one"
             self.ranks.say(f"{name} was NOT written: {error}. {older}; steps that are not saved yet: "
                            f"{step - self.safe_step:,}")
             return
-        self.last_step = step
+        self.last_step = step  # a signal in this step must not save it again
         self.safe_step = step
         gib = sum(size for size, _ in files.values()) / GIB
         self.ranks.say(f"{name}: {gib:.3f} GiB written in {time.perf_counter() - started:.2f} s")
@@ -3529,7 +3534,7 @@ def refuse_unknown(word, flags):
     names = name, re.sub("^(no|use|enable)_", "", name)
     similar = [match for one in names
                for match in difflib.get_close_matches(one, known, n=1, cutoff=0.85)]
-    hint = "--help_all lists all"
+    hint = "--help_all lists all"  # a wrong guess would cost more than none
     if similar and re.findall(r"\d", name) == re.findall(r"\d", similar[0]):
         hint = f"did you mean {known[similar[0]]}?"
     for others, answer in ANSWERS.items():
@@ -3654,7 +3659,7 @@ def refuse_unread(args, given):
     flags = {flag.dest: flag for flag in make_parser()._actions if flag.dest in given}
     typed = {name: f"--no-{name}" if getattr(args, name) is False else f"--{name}" for name in flags}
     for mode in modes:
-        read = {mode, *(MODES[mode] or flags)}
+        read = {mode, *(MODES[mode] or flags)}  # None reads all that is typed
         unread = [typed[name] for name in flags if name not in read]
         how = " without --data only merges, and" if mode == "merge" else ""
         if unread:
@@ -3701,7 +3706,7 @@ def fill_in_flags(args):
 
 
 def is_installed(package):
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package)  # without its import, which takes seconds
     # a folder of this name, which wandb leaves wherever it has run, is a package without origin
     return spec is not None and spec.origin is not None
 
@@ -5432,7 +5437,7 @@ def stack_of(error):
     """-> the last four calls in this project's files before an error: main > save (train.py:9)."""
     calls = [call for call in traceback.extract_tb(error.__traceback__)
              if os.path.dirname(call.filename) == os.path.dirname(__file__)]
-    last = calls[-1]
+    last = calls[-1]  # where it was raised, or where a library was called that has
     # without lambdas, and without launch(), which is the first one
     names = [call.name for call in calls[1:] or calls if not call.name.startswith("<")]
     return f"{' > '.join(names[-4:])} ({os.path.basename(last.filename)}:{last.lineno})"
@@ -5451,7 +5456,7 @@ def launch(argv=None):
         return 0
     except SystemExit as end:
         if not isinstance(end.code, str):
-            return end.code or 0
+            return end.code or 0  # a number, of a signal or a plan that does not fit, or nothing
         message = end.code
     except (argparse.ArgumentError, FloatingPointError) as error:
         code = NOT_FINITE if isinstance(error, FloatingPointError) else 2
@@ -5462,7 +5467,7 @@ def launch(argv=None):
             except (SystemExit, ConnectionError) as end:
                 message = end.code if isinstance(end, SystemExit) else message
     except ConnectionError as error:
-        speaks = True
+        speaks = True  # ranks that have not met each say what they see
         message = str(error)
     except KeyboardInterrupt:  # Ctrl-C, or another signal that StopSignal knows
         code = 130
@@ -5483,7 +5488,7 @@ def launch(argv=None):
                        f"--timeout N waits for {LONG} N seconds.)")
         else:
             speaks = True
-            message = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"  # nobody has foreseen it: its traceback, too
             if is_out_of_memory(error):
                 code = OUT_OF_MEMORY
                 message = report_out_of_memory(error, progress)
