@@ -1597,11 +1597,10 @@ def make_optimizer(named, args, found_inf):
             groups, args.lr, eight_bits, args.stochastic_rounding, args.compile, found_inf)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=args.fused_adamw)
     for p in named.values():
-        # as AdamW itself would in its first step, but before a checkpoint is loaded into it
         optimizer.state[p] = {"step": torch.zeros((), device=p.device if args.fused_adamw else "cpu"),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     if args.fused_adamw:
-        optimizer.found_inf = found_inf  # the fused kernel reads it, as for torch.amp.GradScaler
+        optimizer.found_inf = found_inf
     return optimizer
 
 
@@ -3339,7 +3338,7 @@ def add_memory_flags(parser):
     add(memory, "--activation_checkpointing", BLOCKS, "auto", "recompute the first N blocks (or all) in the "
         "backward. auto: as few as 90 %% of the GPU's memory allows; all on a CPU without --gpu_gib, or with "
         "--offload activations", nargs="?", const="all", everyday=True,
-        also="gradient_checkpointing grad_checkpoint checkpoint_activations ac_mode")
+        also="gradient_checkpointing grad_checkpoint")
     declare(memory, "--no-activation_checkpointing", action="store_const", const=0,
             dest="activation_checkpointing", help="recompute nothing: fastest, needs the most memory")
     switch(memory, "--chunked_ce", "head and loss in chunks of tokens, never all logits at once", on=True)
