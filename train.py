@@ -390,7 +390,7 @@ class Ranks:
             yield
         # Any other error is a bug: this rank ends with its traceback, and torchrun ends the others.
         except (ValueError, OSError) as caught:
-            error = str(caught)
+            error = message_of(caught)
         errors = self.gather(error)  # also without an error, because the others wait for this rank's
         message = next(filter(None, errors), None)
         if message is None:
@@ -417,6 +417,13 @@ class Ranks:
             dist.barrier(self.control)  # with gloo, others abort when one leaves early
             dist.destroy_process_group()
             self.control = None
+
+
+def message_of(error):
+    """An error as a user reads it: the path first, where Python begins with the number of the error."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def name_of_rank():
@@ -3459,7 +3466,7 @@ def parse_args(argv, args=None):
         # from here on, defaults look like values that were given
         fill_in_flags(args)
     except (ValueError, OSError) as error:
-        refuse(str(error))
+        refuse(message_of(error))
     return args
 
 
@@ -5404,7 +5411,7 @@ def dry_run(args, argv=()):
         if args.gpu:
             data.say(data.wrapped(describe_time(run, policy, args.gpu, steps, length)))
     except (ValueError, OSError, Unplanned) as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(message_of(error)) from error
 
 
 def documents_in_a_row(loader):

@@ -929,6 +929,10 @@ RUNS = {
         spoil=[functools.partial(os.symlink, "gone", "link")],
         flags="--model tiny --out link/run",
         says=["--out link/run: link is a link to gone, which does not exist"]),
+    "out a name that is too long": Case(
+        flags=f"--model tiny --out {'a' * 300}",
+        says=["error: aaa", "aaa: File name too long"],
+        code=2),
     "out of all": Case(
         flags="--model tiny --out /",
         says=["--out /: contains files, and no args.json of a run"]),
