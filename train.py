@@ -879,8 +879,8 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
             how = f"give --batch_size {batch_size} --grad_accum {n_rows // ranks.world // batch_size}"
             if n_rows % ranks.world:
                 how = f"{ranks.world} ranks cannot divide them: start a number that divides {n_rows}"
-            n_rows = data.count_of(state["rows_a_step"], "rows")
-            raise ValueError(f"--resume {resumed}: its steps have {n_rows}, and here they would have "
+            saved_rows = data.count_of(state["rows_a_step"], "rows")
+            raise ValueError(f"--resume {resumed}: its steps have {saved_rows}, and here they would have "
                              f"{rows_a_step}: {how}")
         if state["step"] > steps:
             raise ValueError(
