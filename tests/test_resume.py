@@ -634,7 +634,7 @@ FOREIGN = "contains files, and no args.json of a run"
     ("run", "branched", "contains a run"),
     ("branched", "run/checkpoint-2", "contains a run"),
     (None, "run/checkpoint-2", "contains a run, which is never overwritten"),  # it would overwrite 9 and 10
-    (None, "nowhere", "no complete checkpoint"),
+    (None, "nowhere", "--resume nowhere: no such folder"),
     (None, "early", "no complete checkpoint"),
     # checkpoints without an args.json may be anybody's
     (None, "out/named", FOREIGN),
