@@ -487,7 +487,7 @@ def prepare_device(local_rank, n_local):
     if n_gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         local_rank = 0
     elif max(n_local, local_rank + 1) > n_gpus:
-        raise ValueError(f"--nproc_per_node {n_local}: there are {n_gpus} GPUs")
+        raise ValueError(f"--nproc_per_node {n_local}: this machine has {data.count_of(n_gpus, 'GPUs')}")
     device = torch.device("cuda", local_rank)
     # before anything is allocated: what asks for "cuda" alone would be on GPU 0, from every rank
     torch.cuda.set_device(device)
@@ -2079,12 +2079,14 @@ def say_machine(ranks):
     if n_cards:
         cards = [torch.cuda.get_device_properties(i) for i in range(n_cards)]
         kinds = Counter(f"{card.name}, {card.total_memory / GIB:.1f} GiB" for card in cards)
-        found = f"{min(ranks.n_local, n_cards)} of {n_cards} GPUs ({'; '.join(kinds)})"
+        n_used = min(ranks.n_local, n_cards)
+        found = f"{n_used} of {data.count_of(n_cards, 'GPUs')} ({'; '.join(kinds)})"
     ranks.say(data.wrapped(f"machine: {found}, {data.count_of(allowed_cores(), 'CPU cores')}, "
                            f"{allowed_memory() / GIB:.1f} GiB of host memory"))
-    if n_cards > ranks.n_local:
-        ranks.note(f"{n_cards - ranks.n_local} of {n_cards} GPUs are idle: torchrun --nproc_per_node "
-                   f"{n_cards} train.py ... trains on all")
+    n_idle = n_cards - ranks.n_local
+    if n_idle > 0:
+        ranks.note(f"{n_idle} of {n_cards} GPUs {'is' if n_idle == 1 else 'are'} idle: torchrun "
+                   f"--nproc_per_node {n_cards} train.py ... trains on all")
 
 
 def say_need_without_gpu(args, ranks, revisions):

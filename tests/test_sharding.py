@@ -673,7 +673,7 @@ def test_a_task_that_sees_one_gpu_uses_it_whatever_its_number_is(monkeypatch):
     n_gpus = 2
     assert train.prepare_device(1, 2) == torch.device("cuda", 1)
     for local_rank, n_local in [(3, 4), (2, 1)]:
-        with pytest.raises(ValueError, match="there are 2 GPUs"):
+        with pytest.raises(ValueError, match="this machine has 2 GPUs"):
             train.prepare_device(local_rank, n_local)
 
 

@@ -413,12 +413,12 @@ def words_of(text):
 
 @pytest.mark.parametrize("names, n_local, words", [
     ([], 1, "machine: no GPU, 26 CPU cores, 200.0 GiB of host memory\n"),
-    (["NVIDIA H100 80GB HBM3"], 1, "machine: 1 of 1 GPUs (NVIDIA H100 80GB HBM3, 79.1 GiB), 26 CPU cores, 200.0 GiB\n"
+    (["NVIDIA H100 80GB HBM3"], 1, "machine: 1 of 1 GPU (NVIDIA H100 80GB HBM3, 79.1 GiB), 26 CPU cores, 200.0 GiB\n"
                                    "  of host memory\n"),
     (["H100"] * 4, 4, "machine: 4 of 4 GPUs (H100, 79.1 GiB), 26 CPU cores, 200.0 GiB of host memory\n"),
     (["H100", "A100"], 1, "machine: 1 of 2 GPUs (H100, 79.1 GiB; A100, 79.1 GiB), 26 CPU cores, 200.0 GiB\n"
                           "  of host memory\n"
-                          "note: 1 of 2 GPUs are idle: torchrun --nproc_per_node 2 train.py ... trains on\n  all\n"),
+                          "note: 1 of 2 GPUs is idle: torchrun --nproc_per_node 2 train.py ... trains on\n  all\n"),
 ])
 def test_the_start_says_what_it_has_found_and_which_gpus_are_idle(monkeypatch, capsys, names, n_local, words):
     for name, call in cards(*names).items():
