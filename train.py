@@ -2135,6 +2135,8 @@ def print_start(argv, run, model, new_ids, policy, ranks):
                      f"{c.vocab_size:,}")
     has_gpu = ranks.device.type == "cuda"
     lines += [f"  {text}" for text in describe_blocks(run, policy, has_gpu)]
+    if "activations" in args.offload and not has_gpu:
+        lines.append("  --offload activations: nothing to do, a CPU has them in host memory")
     if args.compile:
         lines.append("  --compile: half a minute in the first step, cached for the next run")
     if argv:

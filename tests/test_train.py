@@ -137,6 +137,7 @@ def test_metrics_of_the_main_job_show_that_it_learns(main_job):
 WORDS_OF_THE_START = [
     "adapters on all-linear: rank 16, alpha 32; frozen blocks in NF4\n",
     "--activation_checkpointing auto: the backward recomputes 6 of 6 blocks\n",
+    "--offload activations: nothing to do, a CPU has them in host memory\n",
 ]
 
 
