@@ -4552,8 +4552,6 @@ def extrapolate(run, policy):
     # Neighbors of a block are in memory with it, and copies to and from the host are two blocks ahead: below
     # the first block that is as all others there are two, or three where weights are streamed. If that does
     # not explain the numbers, the first blocks may be without adapters.
-    if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
-        return trace(run, policy)
     for below, above in [(2, 1), (2, 2), (3, 2), (2 + period, 2)]:
         if (run.args.offload and above == 1) or (run.streams and below == 2):
             continue
@@ -4567,8 +4565,21 @@ def extrapolate(run, policy):
                for kept in set(policy.blocks)}
         if all(repeats(step, n_low - 1, period, n_more) for step in few.values()):
             repeated = [*range(below, n_low)] * n_more
-            return joined(few, policy.blocks, [*range(n_low), *repeated, *range(n_low, len(numbers))])
+            step = joined(few, policy.blocks, [*range(n_low), *repeated, *range(n_low, len(numbers))])
+            if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
+                kept = policy.blocks[-1]
+                more = [*range(n_low + period), *top]
+                larger = trace(of_blocks(run, more), BlockPolicy((kept,) * len(more), policy.segment))
+                for phase in step.peaks:
+                    if phase.direction == "update":
+                        step.peaks[phase] += n_more * (rise_of(larger, phase) - rise_of(few[kept], phase))
+            return step
     return trace(run, policy)
+
+
+def rise_of(step, phase):
+    """How many bytes more a phase needs than there are when it begins."""
+    return step.peaks[phase] - step.starts[phase]["gpu"]
 
 
 def period_of(config):
@@ -4605,7 +4616,7 @@ def repeats(step, block, period, n_more):
         for phase in (phase for phase in step.starts if phase.block == i):
             for what in COUNTED:
                 amounts[phase[:2], what] = n_more * step.growth[phase][what]
-            amounts[phase[:2], "rise"] = step.peaks[phase] - step.starts[phase]["gpu"]
+            amounts[phase[:2], "rise"] = rise_of(step, phase)
             amounts[phase[:2], "bus"] = sum(n for (_, unit), n in step.work[phase].items() if unit == "bus")
         return amounts
 
@@ -4646,7 +4657,7 @@ def joined(few, blocks, traced_as):
                 start["host"] = bottom.starts[phase]["host"] + more["host"] + gradients
             follows_backward = (direction, module) == ("backward", "update")
             step.starts[phase] = Counter(start)
-            step.peaks[phase] = start["gpu"] + few[kept].peaks[twin] - few[kept].starts[twin]["gpu"]
+            step.peaks[phase] = start["gpu"] + rise_of(few[kept], twin)
             step.work[phase] = few[kept].work[twin]
             if module == "update":
                 step.work[phase] = work_of_update(few[kept], step, twin)

@@ -147,6 +147,9 @@ WHOLE = [
     Whole("qwen3.5-35b-a3b", "--dpo --qlora --lora_targets q_proj v_proj", dict(n_recomputed=0, n_weights_kept=17)),
     # three kinds
     Whole("llama-3.1-8b", "--lora", dict(n_recomputed=20, n_attention_kept=7)),
+    # an update with temporaries of all weights at once
+    Whole("qwen3-0.6b", "--no-fused_adamw", dict(n_recomputed=28)),
+    Whole("qwen3-0.6b", "--fsdp2 --world 2 --no-fused_adamw", dict(n_recomputed=28)),
 ]
 
 
