@@ -949,8 +949,6 @@ class Tokenizer:
         report.note("assistant turns are not trained on, because the template changes them in later turns or "
                     "their start and end cannot be found", max(0, len(trained) - n_spans))
         self.note_thoughts(documents, report)
-        # none with answers that are all trained on elsewhere
-        documents = [document for document in documents if document.spans] or documents
         return [behind_prefill(document) for document in documents]
 
     def says_nothing(self, message, report):
@@ -1340,7 +1338,8 @@ def parse_example(given, tokenizer, columns=(), report=None):
         for path in sorted({*unread_in(row)}):
             if path in report.unread or len(report.unread) < MAX_UNREAD:
                 report.unread[path] = report.unread.get(path, 0) + 1
-        plain = [trained_part(one, tokenizer) for one in texts if not one.is_chat]
+        # what is trained of plain texts
+        plain = [one.text[one.spans[0][0] :] if one.spans else one.text for one in texts if not one.is_chat]
         if any(has_turns(text, tokenizer) for text in plain):
             report.note("texts contain turns of a rendered chat, whose questions are trained on, too; give "
                         "'messages' instead, or a prompt and a completion")
@@ -1505,7 +1504,7 @@ def read_answers(row, keys):
     if len(keys) == 1:
         begin = list(itertools.takewhile(lambda message: not is_answer(message), begin))
     elif len(begin) == min(map(len, answers)) and begin and is_answer(begin[-1]):
-        begin.pop()  # one answer is the beginning of the other one
+        begin.pop()  # the answers are equal, or one is the beginning of the other
     if isinstance(prompt, str) and has_question:
         is_there = any(prompt.strip() in str(message.get("content")) for message in begin)
         if not is_there or not begins_with_question(begin):
@@ -1579,13 +1578,6 @@ def text_or_messages(row, key):
         dict.__setitem__(row, key, found)
         return turns_of(row, key)
     return text_in(row, key, "text or a list of messages")
-
-
-def trained_part(one, tokenizer):
-    """What is trained of a plain text, which ends with it."""
-    if one.spans and tokenizer.train_on != "all":
-        return one.text[one.spans[0][0] :]
-    return one.text
 
 
 def has_turns(text, tokenizer):
