@@ -952,7 +952,7 @@ class Tokenizer:
         return [behind_prefill(document) for document in documents]
 
     def says_nothing(self, message, report):
-        """Whether an answer would train nothing but the end of a turn. Counts what it has in place of words."""
+        """Whether an answer would train nothing but the end of a turn. Counts what it has instead."""
         opening, closing = self.tags
         content = message.get("content") or ""
         thought, _, said = content.rpartition(closing)
@@ -2241,7 +2241,7 @@ def read_examples(examples, tokenizer, columns, report):
 
 
 def documents_of(line, encoded, tokenizer, report):
-    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], none of a pair with equal answers."""
+    """[(Text, ids, mask)] of a line -> [(ids, mask, entry of DOCUMENT)], without equal answers."""
     if encoded[0][0].form == PAIR:
         _, (ids, other_ids), (mask, other_mask) = zip(*encoded)
         if np.array_equal(ids, other_ids) and np.array_equal(mask, other_mask):
