@@ -984,6 +984,8 @@ class Tokenizer:
                         bool(self.empty_in_answer.match(answer)))
             report.note(f"answers have no reasoning although the prompt opens a thought: {forgets}",
                         bool(opens and not answer.lstrip().startswith(opening)))
+            report.note("answers have a thought although their prompt ends in an empty one, as it does for a "
+                        "model that is not to think", closing in self.thought and closing in answer)
             report.note(f"answers have {closing} more than once: the model learns to think in its answer",
                         answer.count(closing) > 1)
             said = answer.rpartition(closing)[2]

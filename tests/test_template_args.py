@@ -390,6 +390,15 @@ def test_the_variables_of_a_row_are_those_of_its_template_before_the_flags(tmp_p
     assert sorted(file.report.unread) == []
 
 
+@pytest.mark.parametrize("template", ["qwen3", "qwen3, with blocks", "qwen3.5, large"])
+def test_a_thought_behind_a_prompt_that_closes_it_is_named(tmp_path, template):
+    source = WITH_BLOCKS if template == "qwen3, with blocks" else TEMPLATES[template]
+    rows = [chat(QUESTION, answer, chat_template_kwargs=kwargs) for answer in (ANSWER, THOUGHTFUL)
+            for kwargs in (NO_THINKING, {"enable_thinking": True})]
+    _, file = read_rows(tmp_path, tokenizer_of(tmp_path, source), *rows)
+    assert noted(file, "a thought although their prompt ends in an empty one") == 1
+
+
 def test_a_row_may_close_the_thought_that_prompts_open(tmp_path):
     opens = "{{ '<think>' if enable_thinking is not defined }}"
     tokenizer = tokenizer_of(tmp_path, CHATML.replace("assistant\n' }}", "assistant\n' }}" + opens))
