@@ -2268,8 +2268,7 @@ def chat(args):
     if is_terminal:
         with contextlib.suppress(ImportError):  # not every Python has it
             import readline  # noqa: F401  (gives input() the arrow keys and a history)
-        base = f" on {args.model}" if args.adapter else ""
-        data.say(f"talking with {args.adapter or args.model}{base}\n{commands}")
+        data.say(f"talking with {subject_of(args)}\n{commands}")
     messages = system  # it grows by new lists alone, so that /reset finds `system` as it was
     while True:
         try:
@@ -2312,6 +2311,11 @@ def chat(args):
             data.say()
     if is_terminal:
         data.say()  # the shell's prompt begins on a line of its own
+
+
+def subject_of(args):
+    # whoever gives an adapter alone has not typed the name of its base
+    return f"{args.adapter} on {args.model}" if args.adapter else args.model
 
 
 def print_answer(tokenizer, tokens):
@@ -5391,7 +5395,7 @@ def dry_run(args, argv=()):
     the run does not fit, the exit code is that of a run that is out of memory."""
     world = args.world or 1
     room = GIB * (args.gpu_gib or (CARDS[args.gpu].gib if args.gpu else math.inf))
-    data.say(f"planning {args.model}")
+    data.say(f"planning {subject_of(args)}")
     alike = [card.gib for card in CARDS.values() if card.gb == args.gpu_gib]
     if alike:
         data.note(f"a card of {args.gpu_gib:g} GB has less: --gpu_gib {max(alike)}")

@@ -1249,6 +1249,8 @@ def test_an_adapter_is_trained_on_with_the_commit_of_its_base_and_names_it(
     said = capsys.readouterr().out
     assert "\nann/legs (" in said
     assert "  first/final is trained on: adapters on all-linear: rank 16" in said
+    assert train.launch(["--model", "first", "--dry_run"]) == 0
+    assert capsys.readouterr().out.startswith("planning first/final on ann/legs\n")
     assert re.search(r"\n1 step in \d+ s\n", said)
     assert data.read_json(tmp_path / "second/final/adapter_config.json")["revision"] == "2" * 40
     card = (tmp_path / "second/final/README.md").read_text()
