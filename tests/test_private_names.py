@@ -80,7 +80,7 @@ def test_ranks_agree_where_one_cannot_plan(monkeypatch):
     chosen, lines, predicted = train.plan_run(run, room, 5, None, ranks(None))
     assert chosen.count("recomputed") == 0
     assert lines[0].startswith("fits: needs ") and "a step takes" in lines[-1]
-    assert re.fullmatch(r"[\d.]+ GiB, a step takes .* s on the H100, .* tok/s, 5 steps .*", predicted)
+    assert re.fullmatch(r"[\d.]+ GiB, a step takes at least [\d.]+ ms on the H100, at most .* tok/s", predicted)
 
     least = train.blocks_as_asked(run)
     other_fails = train.plan_run(run, room, 5, None, ranks("rank 1 cannot"))
