@@ -2101,10 +2101,17 @@ def own_folder(cache):
         with contextlib.suppress(OSError), open(left / "lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: another process works in it
             remove(left)
-    with tempfile.TemporaryDirectory(dir=cache) as place, open(Path(place) / "lock", "a") as file:
-        with contextlib.suppress(OSError):  # without locks on this disk, nothing is removed there either
-            fcntl.flock(file, fcntl.LOCK_EX)
-        folder = Path(place) / "documents"  # `place` itself is for this user's eyes only
+    with contextlib.ExitStack() as held:
+        lock = None
+        # until its lock is taken, another start may take a folder for one that was left, and remove it
+        while lock is None or not lock.exists():
+            place = Path(held.enter_context(tempfile.TemporaryDirectory(dir=cache)))
+            lock = place / "lock"
+            with contextlib.suppress(FileNotFoundError):
+                file = held.enter_context(open(lock, "a"))
+                with contextlib.suppress(OSError):  # a disk without locks: nothing is removed there
+                    fcntl.flock(file, fcntl.LOCK_EX)
+        folder = place / "documents"  # `place` itself is for this user's eyes only
         folder.mkdir()
         yield folder
 

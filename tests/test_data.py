@@ -292,6 +292,24 @@ def test_what_a_killed_process_has_left_in_the_cache_goes_and_what_another_works
     assert folders_in(cache) == {folder}
 
 
+def test_a_folder_that_another_start_removes_before_it_is_locked_is_made_again(cache, monkeypatch):
+    """As by the start of a second machine with the same home, which takes it for one that a killed process has left."""
+    flock = data.fcntl.flock
+    removed = []
+
+    def late(file, how):
+        if not removed:
+            removed.append(Path(file.name).parent)
+            data.remove(removed[0])
+        flock(file, how)
+
+    cache.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(data.fcntl, "flock", late)
+    with data.own_folder(cache) as unfinished:
+        assert unfinished.exists() and unfinished.parent != removed[0]
+    assert folders_in(cache) == set()
+
+
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_a_file_that_changes_while_it_is_read_leaves_nothing_in_the_cache(path, cache, tiny, monkeypatch, is_complete):
     """Or the new tokens would stand under the hash of the old file, for all later runs."""
