@@ -117,6 +117,10 @@ def count_of(n, noun):
     return f"{n:,} {noun if n != 1 else noun.removesuffix('s')}"
 
 
+def is_or_are(n):
+    return "is" if n == 1 else "are"
+
+
 # ---------------- files: safe reads and writes, which train.py uses for runs and checkpoints
 
 def check_is_file(path):
@@ -2806,7 +2810,7 @@ def print_data(args, loader, eval_loader, tokenizer):
     if eval_loader and share_of(args.eval_data):  # it is a share of the files above
         n_held_out = eval_loader.documents.n_examples()
         n_all = n_held_out + loader.documents.n_examples()
-        are = "is" if n_held_out == 1 else "are"
+        are = is_or_are(n_held_out)
         say(f"--eval_data {args.eval_data[0]}: {n_held_out:,} of {n_all:,} examples {are} held out, chosen "
             "by a hash of each")
         print_loader(eval_loader, [])
@@ -2846,7 +2850,7 @@ def print_file(file):
     if file.n_long:
         noun = "pairs" if PAIR in report.formats else "documents" if report.n_further else "examples"
         keeps = f"--seq_len {file.longest} keeps all"
-        are = "is" if file.n_long == 1 else "are"
+        are = is_or_are(file.n_long)
         ends = {
             "drop": f"and {are} dropped; {keeps}, --overflow truncate cuts them",
             "truncate": f"and {are} cut; {keeps}",

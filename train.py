@@ -672,7 +672,7 @@ def check_sizes(args, config, world):
             raise ValueError(f"--{flag} {given} needs {given} processes or a multiple of that, not {world}: "
                              f"torchrun --nproc_per_node {given} starts {given}")
     # each rank of a --sequence_parallel group mixes its share of the heads
-    if math.gcd(*n_heads.values()) % args.sequence_parallel:  # one number has to divide all of them
+    if math.gcd(*n_heads.values()) % args.sequence_parallel:
         heads = ", ".join(f"{count} {kind}" for kind, count in n_heads.items())
         raise ValueError(f"--sequence_parallel {args.sequence_parallel}: it must divide the model's {heads}")
     if config.num_experts:
@@ -856,7 +856,7 @@ def open_run(args, config, loader, eval_loader, reader, resumed, ranks):
     """-> the state of the run at its start: what it carries from step to step beside its tensors."""
     with ranks.agree():
         rows_a_step, steps = count_steps(args, len(loader.rows), ranks.world)
-        settings = fixed_settings(args, config, loader, reader)  # what read_state() compares
+        settings = fixed_settings(args, config, loader, reader)
         eval_data = eval_loader.documents.checksum if eval_loader else None
         state = {  # trainer_state.json has these names
             "step": 0,
@@ -1222,7 +1222,7 @@ def shard_(model, args, device, on_host=None):
     stay = OffloadPolicy()  # on the GPU
     pin_memory = device.type != "cpu"
     offload = CPUOffloadPolicy(pin_memory) if "params" in args.offload else stay
-    ignored = set()  # what fully_shard() leaves alone, on every rank
+    ignored = set()
     resident = set() if on_host is None else {*range(len(model.model.layers))} - {*on_host}
     if carrier_of(args, dist.get_world_size()) == "StreamedWeights":
         ignored.update(frozen_of(model))
@@ -1981,7 +1981,7 @@ class WandB:
         import wandb
 
         path = out / "wandb-id.txt"  # a resumed run finds one
-        run_id = path.read_text().strip() if path.is_file() else None  # None: wandb makes one
+        run_id = path.read_text().strip() if path.is_file() else None
         self.run = wandb.init(
             id=run_id, resume="allow", dir=os.getenv("WANDB_DIR", str(out)), config=settings)
         if self.run is None:
@@ -2019,7 +2019,7 @@ def tracer(profile, snapshot, out, ranks):
     # The third step, in which everything is warm. repeat=1, or each third step of the run would be written.
     third = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
     profiler = torch.profiler.profile(schedule=third, on_trace_ready=write)
-    profiler.start()  # main calls step(), which ends it after the third
+    profiler.start()
     return profiler
 
 
@@ -2085,7 +2085,7 @@ def say_machine(ranks):
                            f"{allowed_memory() / GIB:.1f} GiB of host memory"))
     n_idle = n_cards - ranks.n_local
     if n_idle > 0:
-        ranks.note(f"{n_idle} of {n_cards} GPUs {'is' if n_idle == 1 else 'are'} idle: torchrun "
+        ranks.note(f"{n_idle} of {n_cards} GPUs {data.is_or_are(n_idle)} idle: torchrun "
                    f"--nproc_per_node {n_cards} train.py ... trains on all")
 
 
@@ -3510,7 +3510,7 @@ def refuse_words(argv, flags):
 def refuse_stray(name, values, flags, has_equals):
     """Refuses words behind a flag that are none of its values. values: all words up to the next flag."""
     nargs = flags[name].nargs
-    n_taken = 0 if nargs == 0 else 1
+    n_taken = 0 if nargs == 0 else 1  # argparse takes one word for nargs None and "?"
     is_list = nargs in ("+", "*")
     if len(values) <= n_taken or (is_list and not has_equals):
         return
@@ -3527,7 +3527,7 @@ def refuse_stray(name, values, flags, has_equals):
         refuse(f"{name} {stray}: a switch takes no value: {name} means on, {how} means off")
     if values[0] == "=":
         refuse(f"{name} {words}: leave out the blanks around the =")
-    if flags[name].type not in (str, path):
+    if flags[name].type not in (str, path):  # no number has blanks: quotes would not help
         refuse(f"{name} {words}: expected one value, got {len(values)}")
     refuse(f"{name} {words}: a value with blanks needs quotes: {name} {shlex.quote(words)}")
 
@@ -4570,7 +4570,9 @@ def extrapolate(run, policy):
         if all(repeats(step, n_low - 1, period, n_more) for step in few.values()):
             repeated = [*range(below, n_low)] * n_more
             step = joined(few, policy.blocks, [*range(n_low), *repeated, *range(n_low, len(numbers))])
-            if not run.args.fused_adamw:  # torch's other AdamW has temporaries of all weights at once
+            if not run.args.fused_adamw:
+                # torch's other AdamW has temporaries of all weights at once: each further period adds to the
+                # update what one more does in a trace
                 kept = policy.blocks[-1]
                 more = [*range(n_low + period), *top]
                 larger = trace(of_blocks(run, more), BlockPolicy((kept,) * len(more), policy.segment))
