@@ -16,6 +16,7 @@ import stat
 import subprocess
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -1378,6 +1379,7 @@ def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path, step, cau
 def test_one_rank_says_what_is_wrong_for_torchrun_to_end_with(
         tmp_path, monkeypatch, capsys, rank, argv, printed, message):
     monkeypatch.chdir(tmp_path)  # a run without --out begins in out/
+    monkeypatch.setattr(train, "timedelta", lambda seconds: timedelta(seconds=1))  # for the rank that never comes
     error_file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
     if rank is None:
