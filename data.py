@@ -609,6 +609,8 @@ class Tokenizer:
     reserved           regex of what messages must not contain: the markers, but not other special tokens
     template_reads     the variables that templates look up; template_words: all names in them
     tags, thought      what is around a thought, and the part of one that prompts end in, "" if there is none
+    last_words         what is cut from the end of texts: see try_last_words()
+    writes_python      whether the template writes arguments of calls as Python does, unless they are texts
     thought_form       how a thought is stated that the template reads, or None: see state_thought()
     variables          what templates see beside the messages; example_variables: see for_example()
     changed            {file: its dict}: save() writes them in place of the folder's own
@@ -639,6 +641,7 @@ class Tokenizer:
         self.load_templates(template_file, adapter_folder, template_args or {})
         self.try_thoughts()
         end_of_turn, written = self.try_template()
+        self.last_words = self.try_last_words(end_of_turn)
         self.thought = self.thought_of_prompt()
         turn_ends = {self.eos, self.core.token_to_id(end_of_turn)} - {None}
         of_texts = {*self.bos_ids, *self.eos_ids}
@@ -715,6 +718,8 @@ class Tokenizer:
             bos = self.core.decode(self.bos_ids, skip_special_tokens=False)
             template = CHATML.replace("end_of_turn", json.dumps(self.default_end, ensure_ascii=False))
             found = {"default": template.replace("bos", json.dumps(bos, ensure_ascii=False), 1)}
+        self.writes_python = False  # until trials tell
+        self.last_words = ""
         with errors_of(self.source), cpu_time_limit(MAX_RENDER_S):
             self.compile_templates(found, template_args)
 
@@ -768,9 +773,11 @@ class Tokenizer:
                 _, is_there, behind = text.rpartition(MARK)
                 if is_there:
                     end = max(filter(behind.lstrip().startswith, self.added), key=len, default=end)
-        call = {"type": "function", "id": "a" * 9, "function": {"name": "a", "arguments": {}}}
+        call = {"type": "function", "id": "a" * 9, "function": {"name": "a", "arguments": {"a": 0}}}
         answers = self.try_answer(self.state_thought("field", MARK, MARK))
-        answers += self.try_answer({"content": "", "tool_calls": [call]}).rstrip()
+        called = self.try_answer({"content": "", "tool_calls": [call]}).rstrip()
+        self.writes_python = "{'a': 0}" in called  # where JSON is meant
+        answers += called
         with contextlib.suppress(ValueError):
             prompt, _ = self.render([SHORT_QUESTION], generation_prompt=True)
             prompt = self.end_of_prompt.sub("", prompt)
@@ -778,6 +785,17 @@ class Tokenizer:
                 if token in answers and token not in prompt and not answers.endswith(token):
                     written = written.replace(token, "")
         return end, written
+
+    def try_last_words(self, end_of_turn):
+        """What the template writes behind the last answer alone: the first one of Llama 3 Instruct ends each
+        text with the header of an assistant, which no model should learn to write."""
+        conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
+        with contextlib.suppress(ValueError):
+            last, followed = (self.render(conversation + more)[0].rpartition(MARK)[2]
+                              for more in ([], [SHORT_QUESTION]))
+            if not followed.startswith(last):
+                return last.partition(end_of_turn)[2]
+        return ""
 
     def try_answer(self, answer):
         """What the template writes behind a question. "" if it wants other messages."""
@@ -888,20 +906,26 @@ class Tokenizer:
             answer, _, rest = block.partition(CLOSE)
             spans.append((len(text), len(text) + len(answer)))
             text += answer + rest
+        if not generation_prompt:
+            text = text.removesuffix(self.last_words)
         return text, spans
 
     def render_calls(self, messages, tools):
         """Messages that may call tools -> (the messages as the template accepts them, text, spans)."""
-        # some templates read the content, if only to see that it is none
-        with_content = [message | {"content": message.get("content")} for message in messages]
-        for variant in messages, with_content:
-            with contextlib.suppress(ValueError):
-                return variant, *self.render(variant, tools)
-        as_text = copy.deepcopy(with_content)  # and some want arguments as JSON, not as objects
+        if not any("tool_calls" in message for message in messages):
+            return messages, *self.render(messages, tools)
+        as_text = copy.deepcopy(messages)  # some templates want arguments as JSON, not as objects
         for message in as_text:
             for call in message.get("tool_calls", ()):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return as_text, *self.render(as_text, tools)
+        variants = [as_text] if self.writes_python else [messages, as_text]
+        # a call has no content: some templates read it, if only to see that it is none, or join it
+        variants = [[message if "content" in message else message | content for message in variant]
+                    for variant in variants for content in ({}, {"content": None}, {"content": ""})]
+        for variant in variants[:-1]:
+            with contextlib.suppress(ValueError):
+                return variant, *self.render(variant, tools)
+        return variants[-1], *self.render(variants[-1], tools)
 
     def conversation(self, messages, tools=None, report=None, is_completion=False):
         """Messages -> [Text]: up to the last answer, then one for each answer that loses a thought there.
@@ -1086,8 +1110,9 @@ class Tokenizer:
                     return Text(text, [(start, stop)], turns=[i])
         return None
 
-    def encode(self, texts):
+    def encode(self, texts, report=None):
         """[Text] -> yields (ids [n] int32, supervised [n] bool). Adds BOS and EOS to plain texts without."""
+        report = report or FileReport()
         with errors_of(self.path):
             encodings = self.core.encode_batch([one.text for one in texts], add_special_tokens=False)
         for one, encoding in zip(texts, encodings):
@@ -1101,7 +1126,10 @@ class Tokenizer:
                     eos = self.eos_ids
             mask = np.ones(len(ids), bool)
             if one.spans is not None and self.train_on != "all":
-                mask = tokens_in(encoding, one.spans, self.is_marker)
+                mask, n_merged = tokens_in(encoding, one.spans, self.is_marker)
+                if one.is_chat or one.form == "prompt + completion":  # the texts of a pair begin anywhere
+                    report.note("answers begin within a token of the prompt, which is tokenized otherwise "
+                                "without them: a blank between the two belongs to the answer", n_merged)
             # nothing predicts BOS, and EOS is how a model learns to stop
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
@@ -1170,10 +1198,12 @@ def behind_prefill(document):
 
 
 def tokens_in(encoding, spans, is_marker):
-    """Boolean mask of the tokens that overlap a span, without markers that swallowed blanks before them."""
+    """-> (boolean mask of the tokens that overlap a span, without markers that swallowed blanks before them,
+    how many spans begin within a token)"""
     ids = encoding.ids
     offsets = encoding.offsets
     mask = np.zeros(len(ids), bool)
+    n_merged = 0
     for start, stop in spans:
         # a character may be in no token (a blank that a normalizer drops) or in several (an emoji)
         first = bisect.bisect_right(offsets, start, key=lambda token: token[1])
@@ -1181,8 +1211,9 @@ def tokens_in(encoding, spans, is_marker):
         # this token began before the span: a marker that swallowed blanks (lstrip), or there is no answer
         if first < last and offsets[first][0] < start and (is_marker[ids[first]] or start == stop):
             first += 1
+        n_merged += first < last and offsets[first][0] < start
         mask[first:last] = True
-    return mask
+    return mask, n_merged
 
 
 # ---------------- examples
@@ -1212,6 +1243,7 @@ COLUMN_NAMES = {
     "output": "answer answers response completion assistant gpt reply solution generation target a output "
               "chosen".split(),
     "input": ["context", "passage", "document"],
+    "system": ["system"],
     "text": ["content", "body", "document", "article", "code", "passage"],
 }
 COLUMN_NAMES["completion"] = COLUMN_NAMES["output"]
@@ -1224,8 +1256,8 @@ OTHER_ROLES = {
 CALL_ROLES = "function_call", "tool_call"  # whose content is a call
 # with one of these, an object that has a role is a message
 SAID = {"content", "tool_calls", "function_call", "refusal"}
-# keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl and verl
-TRAINED_KEYS = "weight", "loss", "train", "trainable", "training"
+# keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl, verl and Megatron
+TRAINED_KEYS = "weight", "loss", "train", "trainable", "training", "loss_mask"
 # TRL's and LLaMA-Factory's keys of unpaired preferences, true or false: a number in one is a class
 LABELS = "label", "kto_tag"
 # the arguments of a call, in OpenAI's, LangChain's, Llama's and Anthropic's files
@@ -1234,10 +1266,13 @@ CHECKED_KEYS = *TRAINED_KEYS, "tool_calls", "function_call"  # check_message() h
 EMPTY = None, "", [], {}  # values that say nothing
 TEXT_PARTS = "text", "input_text", "output_text", "refusal"  # the types of OpenAI's parts that are text
 WITH_NULLS = "arguments", "default", "const"  # in these a null means something
-# how a turn begins, in the texts of usual chat templates and prompts
-TURN = re.compile(r"<\|(im_start|start_header_id|user|assistant)\|>|\[INST\]|<start_of_turn>|"
-                  r"^(### (Response|Assistant|Output)|Assistant|ASSISTANT):", re.MULTILINE)
+# how a turn begins: in chat templates, in prompts (guanaco has all turns on a line), and in JSON or Python
+TURN = re.compile(r"(?i:<[|\uff5c](\w*(im_start|header|turn|role|user|assistant)\w*|start)[|\uff5c]?>)|"
+                  r"\[INST\]|<start_of_turn>|### ?(Response|Assistant|Output):|\bASSISTANT:|^Assistant:|"
+                  r"['\"](role|from)['\"]: ?['\"](user|human|assistant|gpt)['\"]", re.MULTILINE)
 SCORE = re.compile("score|rating|reward|grade", re.IGNORECASE)
+MEDIUM = re.compile("(image|video|audio)s?", re.IGNORECASE)
+TEXT_ONLY = "oomph reads text only: leave such rows out of the file"
 
 
 class Row(dict):
@@ -1328,6 +1363,7 @@ def parse_example(given, tokenizer, columns=(), report=None):
         row = from_openai(rename_columns(row, columns, report))
         form = format_of(row, columns, tokenizer.train_on == "pairs", nulls)
         check_marks(row, form, report)
+        check_is_text(row)
         if form in (PAIR, "prompt + completion"):
             keys = FORMATS[PAIR] if form == PAIR else ["completion"]
             prompt, answers = read_answers(row, keys)
@@ -1412,12 +1448,12 @@ def columns_for(row, needs_pairs):
     questions = [key for key, chat in chats.items() if not is_answer(chat[-1])]
     whole = [key for key, chat in chats.items() if begins_with_question(chat) and any(map(is_answer, chat))]
     forms = ["instruction", "output"], ["prompt", "completion"], ["text"]
-    may_have = ["input"]
+    may_have = ["input", "system"]
     if needs_pairs:
         forms = [FORMATS[PAIR]]
-        may_have = ["prompt" if questions else "instruction"]
-        if not {"prompt", *QUESTION_KEYS}.isdisjoint(row):
-            may_have = []
+        may_have = ["system"]
+        if {"prompt", *QUESTION_KEYS}.isdisjoint(row):
+            may_have.append("prompt" if questions else "instruction")
     elif answered := [key for key in whole if key not in (*questions, "messages")]:
         return f"{answered[0]}=messages"
     for needs in forms:
@@ -1428,7 +1464,8 @@ def columns_for(row, needs_pairs):
             if key == "prompt":
                 names = questions
             free = [name for name in (key, *names) if name in words_of and name not in column_of.values()
-                    and (name not in chats or key in MAY_BE_CHATS)]
+                    and (name not in chats or key in MAY_BE_CHATS)
+                    and ("system" not in words_of[name] or key == "system")]  # system_prompt is no question
             if free:
                 column_of[key] = free[0]
         if all(key in column_of for key in needs):
@@ -1478,6 +1515,19 @@ def check_marks(row, form, report):
         if are_scores and value < other:
             report.note("pairs have a lower score for the chosen answer than for the rejected one",
                         example=f"{key} = {value} and {other}")
+
+
+def check_is_text(row):
+    """Raises a ValueError if a row has pictures, sounds or films, which its messages may not mention."""
+    for key, value in dict.items(row):
+        medium = MEDIUM.fullmatch(key)
+        if not medium or value in EMPTY:
+            continue
+        # a text alone may be the address of a picture that nobody asks about
+        is_shown = isinstance(value, str) and f"<{medium[1].lower()}>" in " ".join(texts_in(row))
+        if is_shown or isinstance(value, list | dict | bytes):
+            raise ValueError(f"{key!r} is {quoted(value)}: {TEXT_ONLY}, or {key!r} if it means something "
+                             "else")
 
 
 def read_answers(row, keys):
@@ -1579,6 +1629,8 @@ def text_or_messages(row, key):
     value = row.get(key)
     found = from_json(value)
     if isinstance(found, dict):
+        if are_messages(dict.get(found, "messages")):
+            raise ValueError(f"{key!r} must be text or a list of messages, got an object that has 'messages'")
         found = [found]
     if are_messages(found) or isinstance(value, list):
         dict.__setitem__(row, key, found)
@@ -1798,7 +1850,7 @@ def text_of_part(part, must):
     expected = ("expected calls in 'tool_calls', each result in a message of the role 'tool', and a thought "
                 "in 'reasoning_content'")
     if re.match("image|input_image|audio|input_audio|video|file", str(kind)):
-        expected = "oomph reads text only: leave such rows out of the file"
+        expected = TEXT_ONLY
     raise ValueError(f"{must}, got a part of the type {quoted(kind)}: {quoted(part)}; {expected}")
 
 
@@ -2185,7 +2237,7 @@ def tokenize(examples, tokenizer, folder, columns):
     report = FileReport()  # the functions below add what they find
     examples = tqdm(examples, "tokenizing", leave=False, disable=None)
     for some in read_examples(examples, tokenizer, columns, report):
-        encoded = tokenizer.encode([one for _, texts in some for one in texts])
+        encoded = tokenizer.encode([one for _, texts in some for one in texts], report)
         documents = []
         for line, texts in some:
             encoded_here = [(one, *next(encoded)) for one in texts]

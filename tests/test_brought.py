@@ -110,7 +110,7 @@ def test_a_tool_a_call_or_a_message_that_is_left_out_is_refused_by_name(tmp_path
 # ---------------------------------------------------------------- 2: keys of messages
 
 
-@pytest.mark.parametrize("key", ["weight", "loss", "train", "trainable", "training"])
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "trainable", "training", "loss_mask"])
 @pytest.mark.parametrize("value", [0, False])
 def test_a_turn_that_is_marked_as_context_is_not_trained_on(tmp_path, tiny, key, value):
     rows = [
@@ -1371,6 +1371,12 @@ def test_a_key_that_nobody_reads_is_listed_at_any_depth(tmp_path, capsys):
     (chat(QUESTION), [], "chats have no answer"),
     ({"text": "<|im_start|>user\nq"}, [], "texts contain turns of a rendered chat"),
     ({"text": "[INST] q [/INST] a"}, [], "texts contain turns of a rendered chat"),
+    ({"text": "### Human: q### Assistant: a"}, [], "texts contain turns of a rendered chat"),  # guanaco's
+    ({"text": "A chat. USER: q ASSISTANT: a</s>"}, [], "texts contain turns of a rendered chat"),  # Vicuna's
+    ({"text": "<|header_start|>user<|header_end|>\n\nq<|eot|>"}, [], "texts contain turns of a rendered chat"),
+    ({"text": "<\uff5cUser\uff5c>q<\uff5cAssistant\uff5c>a"}, [], "texts contain turns of a rendered chat"),
+    ({"text": json.dumps(chat(QUESTION, ANSWER))}, [], "texts contain turns of a rendered chat"),
+    ({"text": str([QUESTION, ANSWER])}, [], "texts contain turns of a rendered chat"),
 ])
 def test_what_is_lost_on_the_way_is_counted(tmp_path, row, columns, words):
     # a template that shows all
@@ -1402,9 +1408,25 @@ def test_a_null_that_a_schema_needs_stays(agent):
     ({"instruction": "q", "output": "a", "loss": "0"}, "'loss' is \"0\": nobody should learn"),
     (chat(QUESTION, {**ANSWER, "weight": 0.5}), "'weight' must be 0 or 1, got 0.5"),
     (chat(message("user", [{"type": "image_url", "image_url": {"url": "x"}}]), ANSWER), "oomph reads text only"),
+    (chat(message("user", "<image>\n2 + é?"), ANSWER, image="x.jpg"), "'image' is \"x.jpg\": oomph reads text only"),
+    (chat(QUESTION, ANSWER, videos=["x.mp4"]), "oomph reads text only: leave such rows out of the file, or 'videos'"),
+    ({"prompt": json.dumps(chat(QUESTION)), "completion": "a"}, "'prompt' must be text or a list of messages"),
 ])
 def test_marks_and_parts_that_mean_something_else_are_refused(tiny, row, words):
     assert words in refusal(row, tiny)
+
+
+def test_the_address_of_a_picture_that_nobody_asks_about_is_metadata(tmp_path, tiny):
+    texts, file = read_rows(tmp_path, tiny, chat(QUESTION, ANSWER, image="x.jpg", audio=False, videos=[]))
+    assert texts == [ASKED + ANSWERED]
+    assert file.report.unread.keys() == {"image", "audio"}
+
+
+@pytest.mark.parametrize("prompt, completion, n", [("Q: x\nA: ", "Paris", 1), ("Q: x\nA:", " Paris", 0)])
+def test_an_answer_that_begins_within_a_token_of_the_prompt_is_counted(tmp_path, tiny, prompt, completion, n):
+    _, file = read_rows(tmp_path, tiny, {"prompt": prompt, "completion": completion})
+    notes = [note for note in file.report.notes if "begin within a token of the prompt" in note]
+    assert len(notes) == n
 
 
 def test_a_key_that_an_object_has_twice_is_refused(tiny):

@@ -273,12 +273,21 @@ READS_ARGUMENTS_AS_TEXT = AGENT.replace(
 # one that asks for the content, which a message with a call may lack
 READS_THE_CONTENT = CHATML.replace(
     "m.content", "(m.tool_calls[0].function.name if m['content'] is none else '' + m['content'])")
+# one that would write the content of a call as None, and one that would write its arguments as Python does
+WRITES_THE_CONTENT = READS_ARGUMENTS_AS_TEXT.replace("m.content or ''", "m.content")
+WRITES_ARGUMENTS = AGENT.replace("(call.function or call) | tojson", "call.function.name ~ call.function.arguments")
+# one that joins the content, which a message with a call lacks
+JOINS_THE_CONTENT = CHATML.replace(
+    "m.content", "m['content'] + (m.tool_calls[0].function.name if m.tool_calls else '')")
 
 
 @pytest.mark.parametrize("template, answer", [
     (READS_ARGUMENTS_AS_TEXT, 'add{"a": 2, "b": "é"}</call>'),
     (READS_THE_CONTENT, "add"),
-], ids=["arguments", "content"])
+    (WRITES_THE_CONTENT, 'add{"a": 2, "b": "é"}</call>'),
+    (WRITES_ARGUMENTS, '<call>add{"a": 2, "b": "é"}</call>'),
+    (JOINS_THE_CONTENT, "add"),
+], ids=["arguments", "content", "both", "as Python", "joined"])
 def test_calls_become_what_the_template_takes(tmp_path, template, answer):
     tokenizer = data.Tokenizer(model_folder(tmp_path, template))
 
@@ -307,6 +316,9 @@ THINKING = [
 ]
 PLAIN_THEN_THINKING = [THINKING[0], message("assistant", "4"), *THINKING[2:]]
 WITHOUT_END = CHATML.replace("+ '<|im_end|>'", "")
+# as the first template of Llama 3 Instruct: the header of an answer behind each text; and Phi-3's EOS
+WITH_HEADER = CHATML.replace("{%- if add_generation_prompt %}", "{%- if true %}")
+WITH_EOS = CHATML.replace("{%- endif %}", "{%- else %}{{- '<|im_end|>' }}{%- endif %}")
 
 
 @pytest.mark.parametrize("template, messages, expected", [
@@ -316,9 +328,11 @@ WITHOUT_END = CHATML.replace("+ '<|im_end|>'", "")
     (LLAMA2, TURNS, [f" {answer.removesuffix(END)} {END}" for answer in ANSWERS]),  # the blanks are the template's
     (FORGETFUL, THINKING, ["<think>hm</think>6" + END]),  # it rewrites the first answer
     (FORGETFUL, PLAIN_THEN_THINKING, ["4" + END, "<think>hm</think>6" + END]),
+    (WITH_HEADER, TURNS, ANSWERS),
+    (WITH_EOS, TURNS, ANSWERS),
     # a model that is trained on these never learns to stop
     (WITHOUT_END, THINKING, ["<think>easy</think>4\n", "<think>hm</think>6\n"]),
-], ids=["none", "question-last", "nemo", "llama2", "rewrites", "rewrites-nothing", "no-end"])
+], ids=["none", "question-last", "nemo", "llama2", "rewrites", "rewrites-nothing", "header", "eos", "no-end"])
 def test_answers_are_marked_to_the_token_and_counted_without_a_mask_or_an_end(tmp_path, template, messages, expected):
     tokenizer = data.Tokenizer(model_folder(tmp_path, template), train_on="whole")
     (text,), file = read_rows(tmp_path, tokenizer, chat(*messages))
@@ -893,6 +907,8 @@ RENAMED = {  # the --columns that an error gives: the row
     "conversation=messages": {"conversation": chat(QUESTION, ANSWER)["messages"]},
     "dialog=messages": {"dialog": json.dumps([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}])},
     "content=text": {"content": "a b", "id": 1},
+    "prompt=instruction response=output system_prompt=system": {
+        "system_prompt": "s", "prompt": "q", "response": "a"},  # OpenOrca's, which is no question
     "response=output context=input": {"instruction": "q", "context": "c", "response": "a"},  # Dolly
     "generation=output": {"instruction": "q", "generation": "a"},  # distilabel
     "'User Question=instruction' 'Model Answer=output'": {"User Question": "q", "Model Answer": "a"},
