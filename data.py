@@ -1128,8 +1128,8 @@ class Tokenizer:
             if one.spans is not None and self.train_on != "all":
                 mask, n_merged = tokens_in(encoding, one.spans, self.is_marker)
                 if one.is_chat or one.form == "prompt + completion":  # the texts of a pair begin anywhere
-                    report.note("answers begin within a token of the prompt, which is tokenized otherwise "
-                                "without them: a blank between the two belongs to the answer", n_merged)
+                    report.note("answers share a token with the end of their prompt, such as a blank between "
+                                "the two: a prompt alone ends in another token", n_merged)
             # nothing predicts BOS, and EOS is how a model learns to stop
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask

@@ -1425,7 +1425,7 @@ def test_the_address_of_a_picture_that_nobody_asks_about_is_metadata(tmp_path, t
 @pytest.mark.parametrize("prompt, completion, n", [("Q: x\nA: ", "Paris", 1), ("Q: x\nA:", " Paris", 0)])
 def test_an_answer_that_begins_within_a_token_of_the_prompt_is_counted(tmp_path, tiny, prompt, completion, n):
     _, file = read_rows(tmp_path, tiny, {"prompt": prompt, "completion": completion})
-    notes = [note for note in file.report.notes if "begin within a token of the prompt" in note]
+    notes = [note for note in file.report.notes if "share a token with the end of their prompt" in note]
     assert len(notes) == n
 
 
