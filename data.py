@@ -1247,6 +1247,7 @@ COLUMN_NAMES = {
     "text": ["content", "body", "document", "article", "code", "passage"],
 }
 COLUMN_NAMES["completion"] = COLUMN_NAMES["output"]
+METADATA = {"id", "model", "name", "score", "source", "type"}  # how such columns end
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory, ms-swift, Gemini, LangChain and OpenAI's first calls of functions call them
 OTHER_ROLES = {
@@ -1445,9 +1446,12 @@ def columns_for(row, needs_pairs):
     chats = {key: value for key, value in values.items() if are_messages(value)}
     words_of = {key: re.split(r"[\W_]+", key.lower()) for key, value in dict.items(row)
                 if key in chats or isinstance(value, str)}
+    words_of = {key: words for key, words in words_of.items() if words[-1] not in METADATA}
     questions = [key for key, chat in chats.items() if not is_answer(chat[-1])]
     whole = [key for key, chat in chats.items() if begins_with_question(chat) and any(map(is_answer, chat))]
-    forms = ["instruction", "output"], ["prompt", "completion"], ["text"]
+    forms = [["instruction", "output"], ["prompt", "completion"]]
+    if {"prompt", *QUESTION_KEYS}.isdisjoint(itertools.chain(*words_of.values())):
+        forms.append(["text"])  # beside a question it would be an answer
     may_have = ["input", "system"]
     if needs_pairs:
         forms = [FORMATS[PAIR]]
@@ -1461,6 +1465,8 @@ def columns_for(row, needs_pairs):
         for key in (*needs, *may_have):
             names = [name for word in COLUMN_NAMES.get(key, []) for name in words_of
                      if word in words_of[name]]
+            # query before original_question, and a title last
+            names.sort(key=lambda name: ("title" in words_of[name], len(words_of[name])))
             if key == "prompt":
                 names = questions
             free = [name for name in (key, *names) if name in words_of and name not in column_of.values()

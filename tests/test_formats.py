@@ -909,6 +909,8 @@ RENAMED = {  # the --columns that an error gives: the row
     "content=text": {"content": "a b", "id": 1},
     "prompt=instruction response=output system_prompt=system": {
         "system_prompt": "s", "prompt": "q", "response": "a"},  # OpenOrca's, which is no question
+    "query=instruction response=output": {
+        "query_id": "7", "original_question": "o", "query": "q", "response": "a"},  # MetaMathQA's
     "response=output context=input": {"instruction": "q", "context": "c", "response": "a"},  # Dolly
     "generation=output": {"instruction": "q", "generation": "a"},  # distilabel
     "'User Question=instruction' 'Model Answer=output'": {"User Question": "q", "Model Answer": "a"},
