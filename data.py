@@ -1257,8 +1257,9 @@ OTHER_ROLES = {
 CALL_ROLES = "function_call", "tool_call"  # whose content is a call
 # with one of these, an object that has a role is a message
 SAID = {"content", "tool_calls", "function_call", "refusal"}
-# keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl, verl and Megatron
-TRAINED_KEYS = "weight", "loss", "train", "trainable", "training", "loss_mask"
+# keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl, verl, Megatron and
+# LLaMA-Factory
+TRAINED_KEYS = "weight", "loss", "train", "trainable", "training", "loss_mask", "loss_weight"
 # TRL's and LLaMA-Factory's keys of unpaired preferences, true or false: a number in one is a class
 LABELS = "label", "kto_tag"
 # the arguments of a call, in OpenAI's, LangChain's, Llama's and Anthropic's files
@@ -1425,7 +1426,7 @@ def format_of(row, columns, needs_pairs, nulls):
         advice = "chosen=messages"
         if not begins_with_question(from_json(dict.get(row, "chosen"))):
             advice = columns_for({key: value for key, value in dict.items(row) if key != "rejected"}, False)
-        if advice:
+        if "chosen" in advice:  # and not the question alone
             problem += f"; --columns {advice} trains on the chosen answers alone"
         raise ValueError(problem)
     expected = f"expected an object with {' or '.join(FORMATS)}"
@@ -1443,6 +1444,7 @@ def columns_for(row, needs_pairs):
     if are_messages([row]):  # a message of a chat, whose content would become a text
         return ""
     values = {key: from_json(value) for key, value in dict.items(row)}
+    values = {key: [value] if isinstance(value, dict) else value for key, value in values.items()}
     chats = {key: value for key, value in values.items() if are_messages(value)}
     words_of = {key: re.split(r"[\W_]+", key.lower()) for key, value in dict.items(row)
                 if key in chats or isinstance(value, str)}
@@ -1850,7 +1852,7 @@ def text_of_part(part, must):
     if not isinstance(part, dict):
         raise ValueError(f"{must}, got a part {quoted(part)}")
     kind = part.get("type", "text")
-    text = part.get("refusal" if kind == "refusal" else "text")
+    text = part.get("refusal" if kind == "refusal" else "text", part.get("value"))  # LLaMA-Factory's
     if kind in TEXT_PARTS and isinstance(text, str):
         return text
     expected = ("expected calls in 'tool_calls', each result in a message of the role 'tool', and a thought "

@@ -110,7 +110,7 @@ def test_a_tool_a_call_or_a_message_that_is_left_out_is_refused_by_name(tmp_path
 # ---------------------------------------------------------------- 2: keys of messages
 
 
-@pytest.mark.parametrize("key", ["weight", "loss", "train", "trainable", "training", "loss_mask"])
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "trainable", "training", "loss_mask", "loss_weight"])
 @pytest.mark.parametrize("value", [0, False])
 def test_a_turn_that_is_marked_as_context_is_not_trained_on(tmp_path, tiny, key, value):
     rows = [
@@ -669,6 +669,9 @@ READ = {  # rows of public sets: the text that they become
     "a refusal": (chat(QUESTION, message("assistant", None, refusal="It is 4.")), ASKED + ANSWERED),
     "a refusal as a part": (
         chat(QUESTION, message("assistant", [{"type": "refusal", "refusal": "It is 4."}])), ASKED + ANSWERED),
+    "LLaMA-Factory's parts": (
+        chat(QUESTION, message("assistant", [{"type": "text", "value": "It is 4."}], loss_weight=1.0)),
+        ASKED + ANSWERED),
     "KTO's good answer": ({"prompt": [QUESTION], "completion": [ANSWER], "label": True}, ASKED + ANSWERED),
     "a history beside a text": (
         {"prompt": "2 + é?", "completion": "It is 4.", "history": [["a", "b"]]},

@@ -944,6 +944,8 @@ PAIR_ROWS = [  # pairs without --dpo, and the --columns that make chats of the c
     ({"chosen": [{"from": "human", "value": "2 + é?"}, {"from": "gpt", "value": "It is 4."}]}, "chosen=messages"),
     ({"prompt": [QUESTION], "chosen": [ANSWER]}, "chosen=completion"),
     ({"messages": [QUESTION], "chosen": "It is 4."}, "messages=prompt chosen=completion"),
+    ({"conversations": [{"from": "human", "value": "2 + é?"}], "chosen": {"from": "gpt", "value": "It is 4."}},
+     "conversations=prompt chosen=completion"),  # LLaMA-Factory's
     ({"question": "2 + é?", "chosen": "It is 4."}, "question=instruction chosen=output"),
     ({"prompt": "2 + é?", "chosen": "It is 4."}, "prompt=instruction chosen=output"),
 ]
@@ -959,7 +961,8 @@ def test_pairs_without_dpo_get_the_columns_that_train_on_the_chosen_answers(tiny
     assert (example.text, example.spans) == (expected.text, expected.spans)
 
 
-@pytest.mark.parametrize("row", [{"chosen": "Human: q Assistant: a"}, {"chosen": [ANSWER], "question": "q"}])
+@pytest.mark.parametrize("row", [{"chosen": "Human: q Assistant: a"}, {"chosen": [ANSWER], "question": "q"},
+                                 {"chosen": "a", "dialog": [QUESTION, ANSWER]}])
 def test_pairs_without_dpo_get_no_columns_that_lead_to_the_next_error(tiny, row):
     with pytest.raises(ValueError, match=r"need --dpo --lora$"):
         data.parse_example(json.dumps(row | {"rejected": "b"}), tiny)
