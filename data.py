@@ -972,6 +972,9 @@ class Tokenizer:
             return [behind_prefill(document) for document in documents]
         n_spans = sum(len(document.spans) for document in documents)
         if trained and not n_spans:
+            if trained == [0]:
+                raise ValueError(f"{self.source}: an answer without a question before it; give a plain text "
+                                 "as 'text'")
             raise ValueError(f"{self.source}: cannot delimit any assistant turn; put {{% generation %}} "
                              "... {% endgeneration %} around what the assistant says")
         report.note("assistant turns are not trained on, because the template changes them in later turns or "
@@ -1365,7 +1368,7 @@ def parse_example(given, tokenizer, columns=(), report=None):
         row = from_openai(rename_columns(row, columns, report))
         form = format_of(row, columns, tokenizer.train_on == "pairs", nulls)
         check_marks(row, form, report)
-        check_is_text(row)
+        check_is_text(row, form)
         if form in (PAIR, "prompt + completion"):
             keys = FORMATS[PAIR] if form == PAIR else ["completion"]
             prompt, answers = read_answers(row, keys)
@@ -1525,15 +1528,15 @@ def check_marks(row, form, report):
                         example=f"{key} = {value} and {other}")
 
 
-def check_is_text(row):
-    """Raises a ValueError if a row has pictures, sounds or films, which its messages may not mention."""
+def check_is_text(row, form):
+    """Raises a ValueError if a chat is about pictures, sound or video, which its messages may not mention."""
     for key, value in dict.items(row):
         medium = MEDIUM.fullmatch(key)
         if not medium or value in EMPTY:
             continue
-        # a text alone may be the address of a picture that nobody asks about
-        is_shown = isinstance(value, str) and f"<{medium[1].lower()}>" in " ".join(texts_in(row))
-        if is_shown or isinstance(value, list | dict | bytes):
+        is_shown = isinstance(value, list | dict | bytes) and form != "text"
+        # the address of a picture that nobody asks about is metadata
+        if is_shown or f"<{medium[1].lower()}>" in " ".join(texts_in(row)):
             raise ValueError(f"{key!r} is {quoted(value)}: {TEXT_ONLY}, or {key!r} if it means something "
                              "else")
 
@@ -2920,8 +2923,8 @@ def print_file(file):
                      f"{ends[file.overflow]}")
     if report.n_further:
         ratio = report.n_tokens / (report.n_tokens - report.n_further_tokens)
-        notes.append(f"{report.n_further:,} further documents, for answers that lose a thought in later "
-                     f"turns: {ratio:.1f} times the tokens; --train_on whole leaves such answers out")
+        notes.append(f"{report.n_further:,} further documents, for answers whose thought or prompt changes in "
+                     f"later turns: {ratio:.1f} times the tokens; --train_on whole leaves these out")
     if file.n_untrained:
         notes.append(f"{file.n_untrained:,} without a token to train on: dropped; --inspect 3 shows which "
                      "are trained on")

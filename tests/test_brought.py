@@ -1419,10 +1419,16 @@ def test_marks_and_parts_that_mean_something_else_are_refused(tiny, row, words):
     assert words in refusal(row, tiny)
 
 
+def test_a_text_in_the_place_of_an_answer_is_no_fault_of_the_template(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "{{ raise_exception('no question') if not messages }}" + CHATML)
+    assert "an answer without a question before it; give a plain text as 'text'" in refusal(chat(ANSWER), tokenizer)
+
+
 def test_the_address_of_a_picture_that_nobody_asks_about_is_metadata(tmp_path, tiny):
-    texts, file = read_rows(tmp_path, tiny, chat(QUESTION, ANSWER, image="x.jpg", audio=False, videos=[]))
-    assert texts == [ASKED + ANSWERED]
-    assert file.report.unread.keys() == {"image", "audio"}
+    rows = chat(QUESTION, ANSWER, image="x.jpg", audio=False, videos=[]), {"text": "a b", "images": ["x.jpg"]}
+    texts, file = read_rows(tmp_path, tiny, *rows)
+    assert texts[0] == ASKED + ANSWERED
+    assert file.report.unread.keys() == {"image", "audio", "images"}
 
 
 @pytest.mark.parametrize("prompt, completion, n", [("Q: x\nA: ", "Paris", 1), ("Q: x\nA:", " Paris", 0)])
