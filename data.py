@@ -1250,7 +1250,7 @@ COLUMN_NAMES = {
     "text": ["content", "body", "document", "article", "code", "passage"],
 }
 COLUMN_NAMES["completion"] = COLUMN_NAMES["output"]
-METADATA = {"id", "model", "name", "score", "source", "type"}  # how such columns end
+METADATA = re.compile(r"(^|[\W_])(id|model|name|score|source|type)$", re.IGNORECASE)
 ROLES = "system", "developer", "user", "assistant", "tool"
 # what ShareGPT, LLaMA-Factory, ms-swift, Gemini, LangChain and OpenAI's first calls of functions call them
 OTHER_ROLES = {
@@ -1260,8 +1260,7 @@ OTHER_ROLES = {
 CALL_ROLES = "function_call", "tool_call"  # whose content is a call
 # with one of these, an object that has a role is a message
 SAID = {"content", "tool_calls", "function_call", "refusal"}
-# keys that say whether an answer is trained on: OpenAI's, then those of ms-swift, axolotl, verl, Megatron and
-# LLaMA-Factory
+# whether an answer is trained on, to OpenAI, ms-swift, axolotl, verl, Megatron and LLaMA-Factory
 TRAINED_KEYS = "weight", "loss", "train", "trainable", "training", "loss_mask", "loss_weight"
 # TRL's and LLaMA-Factory's keys of unpaired preferences, true or false: a number in one is a class
 LABELS = "label", "kto_tag"
@@ -1450,8 +1449,7 @@ def columns_for(row, needs_pairs):
     values = {key: [value] if isinstance(value, dict) else value for key, value in values.items()}
     chats = {key: value for key, value in values.items() if are_messages(value)}
     words_of = {key: re.split(r"[\W_]+", key.lower()) for key, value in dict.items(row)
-                if key in chats or isinstance(value, str)}
-    words_of = {key: words for key, words in words_of.items() if words[-1] not in METADATA}
+                if (key in chats or isinstance(value, str)) and not METADATA.search(key)}
     questions = [key for key, chat in chats.items() if not is_answer(chat[-1])]
     whole = [key for key, chat in chats.items() if begins_with_question(chat) and any(map(is_answer, chat))]
     forms = [["instruction", "output"], ["prompt", "completion"]]
@@ -2923,8 +2921,8 @@ def print_file(file):
                      f"{ends[file.overflow]}")
     if report.n_further:
         ratio = report.n_tokens / (report.n_tokens - report.n_further_tokens)
-        notes.append(f"{report.n_further:,} further documents, for answers whose thought or prompt changes in "
-                     f"later turns: {ratio:.1f} times the tokens; --train_on whole leaves these out")
+        notes.append(f"{report.n_further:,} further documents, for answers or prompts that later turns "
+                     f"change: {ratio:.1f} times the tokens; --train_on whole leaves such answers out")
     if file.n_untrained:
         notes.append(f"{file.n_untrained:,} without a token to train on: dropped; --inspect 3 shows which "
                      "are trained on")

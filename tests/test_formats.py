@@ -391,8 +391,8 @@ def test_answers_that_later_turns_rewrite_are_trained_on_in_a_document_of_their_
     assert noted(file, "not trained on") == 0
     data.print_file(file)
     first, second = (len(ids) for ids, _ in pieces(documents))
-    assert (f"1 further documents, for answers whose thought or prompt changes in later turns: {1 + second / first:.1f}"
-            " times") in capsys.readouterr().out
+    assert f"1 further documents, for answers or prompts that later turns change: {1 + second / first:.1f} times" in (
+        capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("train_on, expected, n_without_mask", [
