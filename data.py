@@ -914,18 +914,21 @@ class Tokenizer:
         """Messages that may call tools -> (the messages as the template accepts them, text, spans)."""
         if not any("tool_calls" in message for message in messages):
             return messages, *self.render(messages, tools)
-        as_text = copy.deepcopy(messages)  # some templates want arguments as JSON, not as objects
-        for message in as_text:
-            for call in message.get("tool_calls", ()):
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        variants = [as_text] if self.writes_python else [messages, as_text]
-        # a call has no content: some templates read it, if only to see that it is none, or join it
-        variants = [[message if "content" in message else message | content for message in variant]
-                    for variant in variants for content in ({}, {"content": None}, {"content": ""})]
-        for variant in variants[:-1]:
-            with contextlib.suppress(ValueError):
-                return variant, *self.render(variant, tools)
-        return variants[-1], *self.render(variants[-1], tools)
+        problem = None
+        ways = [True] if self.writes_python else [False, True]
+        for as_text in ways:  # some templates want arguments as JSON, not as objects
+            if as_text:
+                messages = copy.deepcopy(messages)
+                for function in [call["function"] for one in messages for call in one.get("tool_calls", ())]:
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            # a call has no content: some templates read it, if only to see that it is none, or join it
+            for content in {}, {"content": None}, {"content": ""}:
+                variant = [one if "content" in one else one | content for one in messages]
+                try:
+                    return variant, *self.render(variant, tools)
+                except ValueError as error:
+                    problem = error
+        raise problem
 
     def conversation(self, messages, tools=None, report=None, is_completion=False):
         """Messages -> [Text]: up to the last answer, then one for each answer that loses a thought there.
