@@ -1204,8 +1204,7 @@ def behind_prefill(document):
 
 
 def tokens_in(encoding, spans, is_marker):
-    """-> (boolean mask of the tokens that overlap a span, without markers that swallowed blanks before them,
-    how many spans begin within a token)"""
+    """-> (boolean mask of the tokens that overlap a span, how many spans begin within a token)"""
     ids = encoding.ids
     offsets = encoding.offsets
     mask = np.zeros(len(ids), bool)
@@ -1249,7 +1248,6 @@ COLUMN_NAMES = {
     "output": "answer answers response completion assistant gpt reply solution generation target a output "
               "chosen".split(),
     "input": ["context", "passage", "document"],
-    "system": ["system"],
     "text": ["content", "body", "document", "article", "code", "passage"],
 }
 COLUMN_NAMES["completion"] = COLUMN_NAMES["output"]
@@ -1469,7 +1467,7 @@ def columns_for(row, needs_pairs):
     for needs in forms:
         column_of = {}
         for key in (*needs, *may_have):
-            names = [name for word in COLUMN_NAMES.get(key, []) for name in words_of
+            names = [name for word in COLUMN_NAMES.get(key, [key]) for name in words_of
                      if word in words_of[name]]
             # query before original_question, and a title last
             names.sort(key=lambda name: ("title" in words_of[name], len(words_of[name])))
@@ -1531,13 +1529,12 @@ def check_marks(row, form, report):
 
 def check_is_text(row, form):
     """Raises a ValueError if a chat is about pictures, sound or video, which its messages may not mention."""
-    for key, value in dict.items(row):
-        medium = MEDIUM.fullmatch(key)
-        if not medium or value in EMPTY:
-            continue
-        is_shown = isinstance(value, list | dict | bytes) and form != "text"
+    for key in filter(MEDIUM.fullmatch, row):
+        value = dict.get(row, key)
         # the address of a picture that nobody asks about is metadata
-        if is_shown or f"<{medium[1].lower()}>" in " ".join(texts_in(row)):
+        is_asked = f"<{key.lower().removesuffix('s')}>" in " ".join(texts_in(row))
+        is_shown = isinstance(value, list | dict | bytes) and form != "text"
+        if value and (is_asked or is_shown):
             raise ValueError(f"{key!r} is {quoted(value)}: {TEXT_ONLY}, or {key!r} if it means something "
                              "else")
 
