@@ -1271,10 +1271,10 @@ CHECKED_KEYS = *TRAINED_KEYS, "tool_calls", "function_call"  # check_message() h
 EMPTY = None, "", [], {}  # values that say nothing
 TEXT_PARTS = "text", "input_text", "output_text", "refusal"  # the types of OpenAI's parts that are text
 WITH_NULLS = "arguments", "default", "const"  # in these a null means something
-# how a turn begins: in chat templates, in prompts (guanaco has all turns on a line), and in JSON or Python
+# how a turn begins: in chat templates, in prompts (guanaco has all on a line), in JSON or Python
 TURN = re.compile(r"(?i:<[|\uff5c](\w*(im_start|header|turn|role|user|assistant)\w*|start)[|\uff5c]?>)|"
                   r"\[INST\]|<start_of_turn>|### ?(Response|Assistant|Output):|\bASSISTANT:|^Assistant:|"
-                  r"['\"](role|from)['\"]: ?['\"](user|human|assistant|gpt)['\"]", re.MULTILINE)
+                  r"\A\s*[\[{][^}]*['\"](role|from)['\"]: ?['\"](system|user|human|gpt)", re.MULTILINE)
 SCORE = re.compile("score|rating|reward|grade", re.IGNORECASE)
 MEDIUM = re.compile("(image|video|audio)s?", re.IGNORECASE)
 TEXT_ONLY = "oomph reads text only: leave such rows out of the file"
