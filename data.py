@@ -1535,8 +1535,7 @@ def check_is_text(row, form):
         is_asked = f"<{key.lower().removesuffix('s')}>" in " ".join(texts_in(row))
         is_shown = isinstance(value, list | dict | bytes) and form != "text"
         if value and (is_asked or is_shown):
-            raise ValueError(f"{key!r} is {quoted(value)}: {TEXT_ONLY}, or {key!r} if it means something "
-                             "else")
+            raise ValueError(f"{key!r} is {quoted(value)}: {TEXT_ONLY}, or {key!r} if it is something else")
 
 
 def read_answers(row, keys):
