@@ -380,13 +380,16 @@ def read_template_args(words):
         if not equals or not name.isidentifier():
             raise ValueError(f"{where}: expected a name, = and a value, such as enable_thinking=false")
         check_is_variable(name, where)
-        if text in ("True", "False", "None"):  # as texts these would all be true
-            raise ValueError(f"{where}: values are JSON: true, false or null")
         if name in variables:
             raise ValueError(f"{where}: {name} is given twice")
-        variables[name] = text
-        with contextlib.suppress(ValueError):  # it is no JSON: a text
+        try:
             variables[name] = json.loads(text)
+        except ValueError:  # it is no JSON: a text
+            variables[name] = text
+            # a template would take each of the first ones for true, and the last ones for a single text
+            if re.fullmatch(r"(?i)true|false|none|yes|no|on|off|.*,\w+=.*", text):
+                raise ValueError(f"{where}: values are JSON: true, false or null, and such a text in "
+                                 "quotes; blanks separate several of them") from None
     return variables
 
 
@@ -568,6 +571,8 @@ def read_new_tokens(words):
             raise ValueError(f"{where}: the file is empty: expected a token a line")
     elif len(words) == 1 and words[0].endswith(".txt"):  # or a misspelled name would become a token
         raise ValueError(f"{where} {quoted(words[0])}: no such file")
+    elif joined := next((word for word in words if "," in word), None):  # others separate tokens by commas
+        raise ValueError(f"{where} {quoted(joined)}: blanks separate tokens; one with a comma needs a file")
     for token in tokens:
         if not token or token != token.strip():
             raise ValueError(f"{where}: {quoted(token)}: expected text without blanks around it")

@@ -340,10 +340,12 @@ class Ranks:
                 # A restarted rank gets the store of the dead ones, with their addresses. So each start uses
                 # names of its own (pytorch #135712).
                 store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-        for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):  # tasks of the job, of srun or of mpirun
-            if os.environ.get(name, "1") != "1" and not under_torchrun:
-                data.note(f"{name} is {os.environ[name]}, and this task trains alone: `srun torchrun ... "
-                          "train.py`, on each machine once, makes ranks of one run", to_stderr=True)
+        # tasks of the job: of srun, of Open MPI, of MPICH and Intel MPI, of MVAPICH, of Flux
+        names = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE")
+        name = next((name for name in names if os.environ.get(name, "1") != "1"), None)
+        if name and not under_torchrun:
+            data.note(f"{name} is {os.environ[name]}, and this task trains alone: `srun torchrun ... "
+                      "train.py`, on each machine once, makes ranks of one run", to_stderr=True)
         if under_torchrun or want_group:
             # NCCL cannot move tensors on the CPU (offloaded parameters, signals), so gloo stands beside it
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -352,6 +354,12 @@ class Ranks:
                     backend, store=store, rank=self.rank, world_size=self.world, timeout=self.step_limit)
                 if self.world > 1:
                     self.control = dist.new_group(backend="gloo", timeout=2 * self.long_limit)
+        # `accelerate launch` and its config file set these for scripts that use its library
+        for name in sorted(os.environ):
+            if name.startswith("ACCELERATE_USE_") and os.environ[name].lower() == "true" and not want_group:
+                self.note(f"{name} is set, and train.py does not read settings of accelerate: --fsdp2 shards "
+                          "a model, --offload params has it in host memory, CUDA_VISIBLE_DEVICES=-1 uses "
+                          "the CPU")
         self.names = self.gather(name_of_rank())  # so that an error can say on which machine it is
         with self.agree():
             if error:  # only now that all ranks have met can it be said to all
@@ -510,8 +518,10 @@ class StopSignal:
         self.number = 0
         # Until main sets it, a signal ends the process at once.
         self.can_save = False
-        # Slurm (--signal) and clouds send one of the first two before they kill a job.
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        # Before they kill a job, clouds send SIGTERM, Slurm what --signal names, Grid Engine and LSF SIGUSR2,
+        # and the kernel SIGXCPU where the time of `ulimit -t` ends.
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP,
+                       signal.SIGINT):
             # afterwards as before: a notebook goes on
             exits.callback(handle, number, signal.getsignal(number) or signal.SIG_DFL)
             handle(number, self.note)

@@ -124,7 +124,7 @@ def leave_gpu_to_the_emulated_device(config, items):
 def start_rank(rank, world, port, function, args, log, gpu=False):
     """A rank's process: function(*args), whose result or SystemExit is the exit code; all it prints goes to `log`."""
     trace = open(f"{log}.trace", "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR2, trace)  # where each thread stands, asked for when the rank hangs
+    faulthandler.register(signal.SIGQUIT, trace)  # where each thread stands, asked for when the rank hangs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script that runs the tests may ignore it,
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this
     # Torch makes a fork's pool of threads anew in the first call that needs it. Two of autograd's threads may do so at
@@ -223,7 +223,7 @@ def start_ranks(world, function, args, logs, gpu=False):
 def kill_with_traces(running, logs):
     """Ends ranks that hang -> what all ranks said, and where each thread stood."""
     for process in running:
-        os.kill(process.pid, signal.SIGUSR2)
+        os.kill(process.pid, signal.SIGQUIT)
     time.sleep(5)  # for the traces
     for process in running:
         process.kill()

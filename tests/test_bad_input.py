@@ -145,6 +145,8 @@ FLAGS = {  # flags: words of the message
     "--template_args add_generation_prompt=true": ["a template gets add_generation_prompt from"],
     "--template_args bos_token=x": ["a template gets bos_token from", "tokenizer"],
     "--template_args enable_thinking=False": ["enable_thinking=False", "JSON: true, false or null"],
+    "--template_args enable_thinking=off": ["enable_thinking=off", "JSON: true, false or null"],
+    "--template_args thinking=false,budget=2": ["thinking=false,budget=2", "blanks separate"],
     "--template_args a=1 a=2": ['"a=2"', "a is given twice"],
     "--chat_template_kwargs x": ["mean --template_args?"],
     "--train_on last": ["--train_on: invalid choice: 'last'", "targets", "whole", "all"],
@@ -318,7 +320,8 @@ def test_a_script_that_sets_no_number_of_local_ranks_is_understood():
     assert train.local_numbers(OF_RANK_0 | {"RANK": "1", "LOCAL_RANK": "1"}) == (1, 2)
 
 
-@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+@pytest.mark.parametrize("name", [
+    "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE"])
 @pytest.mark.parametrize("tasks, rank, is_said", [("4", None, True), ("1", None, False), ("4", "0", False)])
 def test_tasks_of_a_job_without_torchrun_hear_that_each_trains_alone(
         monkeypatch, capsys, name, tasks, rank, is_said):
@@ -331,6 +334,17 @@ def test_tasks_of_a_job_without_torchrun_hear_that_each_trains_alone(
     ranks = train.Ranks(want_group=False, timeout=1800)
     ranks.leave()
     assert (f"note: {name} is 4, and this task trains alone" in capsys.readouterr().err) == is_said
+
+
+@pytest.mark.parametrize("value, want_group, is_said", [
+    ("true", False, True), ("false", False, False), ("true", True, False)])
+def test_settings_of_accelerate_are_named_where_no_flag_says_the_same(
+        monkeypatch, capsys, value, want_group, is_said):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
+    monkeypatch.delenv("RANK", raising=False)
+    ranks = train.Ranks(want_group=want_group, timeout=1800)
+    ranks.leave()
+    assert ("ACCELERATE_USE_FSDP" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

@@ -954,7 +954,7 @@ def test_an_interrupt_during_the_imports_leaves_no_traceback(tmp_path):
 @pytest.fixture
 def handlers():
     """Signal handlers as they were, after the test."""
-    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT]
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP, signal.SIGINT]
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
@@ -984,7 +984,8 @@ def test_the_first_signal_is_answered_at_once_and_a_second_interrupt_ends_a_sing
             signal.raise_signal(number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP, signal.SIGINT])
 def test_an_ignored_signal_stays_ignored_and_others_do_afterwards_what_they_did_before(handlers, number):
     """nohup ignores SIGHUP; a script's shell ignores SIGINT for what it starts with &."""
     for before in (signal.SIG_IGN, signal.SIG_DFL):
