@@ -609,7 +609,7 @@ class Tokenizer:
 
     train_on           "targets", "whole", "all" or "pairs": see --train_on, and --dpo
     bos_ids, eos_ids   the ids around a plain text
-    stop_ids           the ids that end an answer
+    stop_ids           the ids that end an answer; unnamed_ends: those that no file of the model calls an end
     markers            texts of the tokens that templates write around turns; is_marker [V]: which ids are
     reserved           regex of what messages must not contain: the markers, but not other special tokens
     template_reads     the variables that templates look up; template_words: all names in them
@@ -701,7 +701,9 @@ class Tokenizer:
         config = read_json(self.folder / "config.json", optional=True)
         config = (config.get("text_config") or {}) | config
         ids = generation.get("eos_token_id") or config.get("eos_token_id") or []
-        ids = turn_ends | {one for one in np.atleast_1d(ids).tolist() if isinstance(one, int)}
+        ids = {one for one in np.atleast_1d(ids).tolist() if isinstance(one, int)}
+        self.unnamed_ends = turn_ends - ids - {self.eos}
+        ids |= turn_ends
         # also if the base has no such file: a later merge reads final/, and no config.json
         self.changed["generation_config.json"] = generation | {"eos_token_id": sorted(ids)}
         return ids

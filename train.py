@@ -744,9 +744,13 @@ def open_model(args, ranks, revisions=None):
             data.check_weights(model, adapter_reader, args.adapter)
         tokenizer = open_tokenizer(args, opened)
         if files.weights and args.lora and not (adapter_reader or args.train_embeddings):
-            for token in data.untrained_tokens(reader, config, tokenizer.stop_ids):
-                ranks.say(f"{tokenizer.core.id_to_token(token)}: the base never trained this end of a turn "
-                          "(its embedding is a row of zeros): --train_embeddings trains it")
+            zeros = data.untrained_tokens(reader, config, tokenizer.stop_ids)
+            for token in sorted({*zeros, *tokenizer.unnamed_ends}):
+                # of Qwen's base models chats do not end, whatever adapters learn (QwenLM/Qwen3 #1064)
+                why = "may never have trained this end of a turn (no file of it names it as an end)"
+                if token in zeros:
+                    why = "never trained this end of a turn (its embedding is a row of zeros)"
+                ranks.note(f"{tokenizer.core.id_to_token(token)}: the base {why}: --train_embeddings trains it")
         return opened._replace(model=model, reader=reader, tokenizer=tokenizer)
 
 
