@@ -321,6 +321,7 @@ class Ranks:
                 self.local, self.n_local = local_numbers(os.environ)  # before they choose a GPU
         try:
             self.device = prepare_device(self.local, self.n_local)
+            try_kernel(self.device)
         except ValueError as caught:  # perhaps on one machine alone
             self.device = torch.device("cpu")
             error = error or str(caught)
@@ -503,6 +504,19 @@ def prepare_device(local_rank, n_local):
     # (attend_here() in model.py) differ in each batch.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
+
+
+def try_kernel(device):
+    """ValueError, before a download, if nothing runs on a GPU: torch drops old ones, as Kaggle's P100."""
+    try:
+        torch.ones(1, device=device)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        kernels = " ".join(torch.cuda.get_arch_list())
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)}: {why}. torch {torch.__version__} has kernels for "
+            f"{kernels}: give another GPU, or install a torch for this one (pytorch.org); "
+            "CUDA_VISIBLE_DEVICES=-1 trains on the CPU") from error
 
 
 def handle(number, handler):
@@ -750,7 +764,8 @@ def open_model(args, ranks, revisions=None):
                 why = "may never have trained this end of a turn (no file of it names it as an end)"
                 if token in zeros:
                     why = "never trained this end of a turn (its embedding is a row of zeros)"
-                ranks.note(f"{tokenizer.core.id_to_token(token)}: the base {why}: --train_embeddings trains it")
+                text = tokenizer.core.id_to_token(token)
+                ranks.note(f"{text}: the base {why}: --train_embeddings trains it")
         return opened._replace(model=model, reader=reader, tokenizer=tokenizer)
 
 

@@ -468,6 +468,18 @@ def test_a_gpu_that_torch_does_not_find_is_said_once_with_the_reason(
     assert max(map(len, said.splitlines()), default=0) <= 80
 
 
+def test_a_gpu_without_kernels_is_named_before_any_download(monkeypatch):
+    def ones(*_, device):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ...")
+
+    train.try_kernel(CPU)
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P100-PCIE-16GB")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
+    with pytest.raises(ValueError, match=r"Tesla P100-PCIE-16GB: .*no kernel image.*\. torch .* for sm_75 sm_80: "):
+        train.try_kernel(torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize("release, expected", [
     ("6.8.0-45-generic", "expandable_segments:True"),
     ("5.15.153.1-microsoft-standard-WSL2", None),
