@@ -571,8 +571,6 @@ def read_new_tokens(words):
             raise ValueError(f"{where}: the file is empty: expected a token a line")
     elif len(words) == 1 and words[0].endswith(".txt"):  # or a misspelled name would become a token
         raise ValueError(f"{where} {quoted(words[0])}: no such file")
-    elif joined := next((word for word in words if "," in word), None):  # others separate tokens by commas
-        raise ValueError(f"{where} {quoted(joined)}: blanks separate tokens; one with a comma needs a file")
     for token in tokens:
         if not token or token != token.strip():
             raise ValueError(f"{where}: {quoted(token)}: expected text without blanks around it")

@@ -483,8 +483,6 @@ def test_a_file_that_cannot_be_right_is_refused(token_file, content, message):
     (["<a>", "<b>", "<a>"], "<a>: given more than once"),
     # what ends like a file is one: it would be a strange token, and is a likely misspelling
     (["toknes.txt"], "no such file"),
-    # other trainers take a list with commas, which would be one token here
-    (["<a>,<b>"], "blanks separate tokens"),
 ])
 def test_a_token_that_cannot_be_right_is_refused(tokens, message):
     with pytest.raises(argparse.ArgumentError, match=message):
