@@ -3128,8 +3128,10 @@ def find_model(name, random_init, revisions=None):
     if method in ("bitsandbytes", "fp8", "compressed-tensors"):
         # WeightFiles dequantizes NF4 and FP8. A result names the model that these weights were made of.
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
-        if HUB_NAME.fullmatch(str(raw.get("_name_or_path"))):
+        if HUB_NAME.fullmatch(str(raw.get("_name_or_path"))) and raw["_name_or_path"] != name:
+            # said, because a copy of a fine-tuned model may still have that model's own base there
             base = raw["_name_or_path"]
+            note_once(f"results name {base} as their base, which config.json says {name} was quantized from")
     config = lm.parse_config(raw, f"{name}: config.json")  # before a model that is refused is downloaded
     if not random_init:
         folder = folder_of("model", name, revisions)

@@ -103,6 +103,7 @@ def test_a_run_says_the_format_and_its_results_are_about_the_unquantized_model(t
     _, text, codes = run_ranks(1, ["--model", tmp_path / "model", "--lora", "--merge", *job], tmp_path / "run")
     assert codes == [0], text
     assert f"{tmp_path}/model: 7 matrices in FP8, dequantized as they are read" in text
+    assert ("note: results name org/plain as their base" in text) == bool(named)
     # at a rate of 0 an adapter adds nothing
     merged = load_file(tmp_path / "run/merged/model.safetensors")
     assert merged.keys() == expected.keys()
