@@ -626,10 +626,11 @@ def test_expression_that_the_sandbox_forbids_is_refused(tmp_path, tight_limits, 
     assert refusal(folder).startswith("chat template (")
 
 
-def test_template_without_an_end_is_refused_after_twenty_rows(tmp_path, tight_limits):
+def test_template_without_an_end_is_refused_after_twenty_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "MAX_RENDER_S", 0.03)
     path = jsonl(tmp_path / "a.jsonl", *[chat(*TURNS)] * 30)
     template = CHATML + "{% if messages[1] %}" + ENDLESS + "{% endif %}"  # which a trial with one message does not see
-    none = r"a\.jsonl: none of the first 20 examples can be trained on:\n  line 1: .*took more than 0\.1 seconds$"
+    none = r"a\.jsonl: none of the first 20 examples can be trained on:\n  line 1: .*took more than 0\.03 seconds$"
     with pytest.raises(ValueError, match=none):
         read_data(path, data.Tokenizer(model_folder(tmp_path, template)))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import start_ranks, train_main
+from conftest import in_ci, start_ranks, train_main
 
 import data
 import model as lm
@@ -123,8 +123,8 @@ def dry_run(capsys, line):
 
 
 @pytest.mark.parametrize("preset", [
-    "llama-2-7b", "llama-3.1-405b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-9b", "qwen3.5-35b-a3b",
-    "muse-glimmer-30b"])
+    "llama-2-7b", "qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-9b",
+    *in_ci(("llama-3.1-405b",), ("qwen2.5-7b",), ("qwen3.5-35b-a3b",), ("muse-glimmer-30b",))])
 def test_dry_run_prints_the_plan_of_each_kind_of_model_and_writes_nothing(capsys, tmp_path, monkeypatch, preset):
     monkeypatch.chdir(tmp_path)
     for world in (1, 4):

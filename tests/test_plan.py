@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 import standins
 import torch
-from conftest import random_model, start_fake_group, start_ranks
+from conftest import in_ci, random_model, start_fake_group, start_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import profile
@@ -128,11 +128,9 @@ CASES = [
     Case("gqa", 256, 4, "--fsdp2 --replicas 2 --optim_in_backward --optim adamw8bit --ce_chunk 64"),
     Case("gqa", 512, 4, "--fsdp2 --replicas 4 --lora --grad_accum 2"),
     Case("deep", 512, 8, "--fsdp2 --offload params --optim adamw8bit --ce_chunk 64"),
-    Case("deep", 1024, 8, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
     Case("gqa", 4096, 4, "--fsdp2 --qlora --sequence_parallel 4 --lora_dropout 0.1"),
     Case("mha", 4096, 2, "--lora --sequence_parallel 2 --no-activation_checkpointing"),
     Case("qwen3.5", 4096, 2, "--lora --sequence_parallel 2 --ce_chunk 64"),
-    Case("qwen3.5", 4096, 2, "--fsdp2 --qlora --offload --sequence_parallel 2 --tiled_mlp 256 --ce_chunk 64"),
     Case("qwen3.5", 2048, 2, "--lora --sequence_parallel 2 --no-activation_checkpointing --ce_chunk 64"),
     # gradients are in host memory before the others come, and the update's temporaries, too
     Case("tied", 512, 4, "--fsdp2 --offload params --ce_chunk 64"),
@@ -143,9 +141,6 @@ CASES = [
     Case("gqa", 512, 4, "--fsdp2 --offload params --replicas 2 --grad_accum 2 --ce_chunk 64"),
     Case("qwen3.5-moe", 512, 2,
          "--fsdp2 --offload params --replicas 2 --tiled_mlp 256 --no-shard_embeddings --activation_checkpointing 1"),
-    # a step of so many rows that one of them could have a gap
-    Case("qwen3", 2048, 4, "--fsdp2 --offload params --qlora --precision bf16 --grad_accum 2 --tiled_mlp 256 "
-         "--no-activation_checkpointing --no-reshard_after_forward --no-shard_embeddings --ce_chunk 64"),
     # large matrices at both ends: gathered together, freed together, and then reduced
     Case("words", 256, 4, "--fsdp2 --no-shard_embeddings --ce_chunk 64"),
     Case("words", 256, 1, "--fsdp2 --offload params --ce_chunk 64"),
@@ -158,7 +153,6 @@ CASES = [
     Case("mha", 1024, 1, "--qlora --nf5 --ce_chunk 64"),
     Case("wide", 256, 1, "--qlora --nf5 down_proj --lora_targets q_proj --ce_chunk 64"),
     Case("mha", 1024, 2, "--fsdp2 --qlora --nf5 q_proj up_proj --activation_checkpointing 2 --ce_chunk 64"),
-    Case("deep", 256, 2, "--fsdp2 --qlora --gpu_gib 1.17"),
     Case("deep", 1024, 1, "--qlora --gpu_gib 1.17 --ce_chunk 64"),
     Case("deep", 1024, 1, "--lora --precision fp32 --gpu_gib 1.22 --ce_chunk 64"),
     # below the first adapter nothing is saved, and nothing runs in the backward
@@ -182,13 +176,11 @@ CASES = [
     Case("muse", 512, 1, "--precision fp32 --qlora"),
     Case("qwen3.5", 1024, 1, "--ce_chunk 64"),
     Case("qwen3.5", 1280, 1, "--qlora --ce_chunk 64"),  # more than one segment
-    # all tokens at once, in blocks that are recomputed and in others; and in segments of 2,048
+    # all tokens at once, in blocks that are recomputed and in others
     Case("qwen3.5", 2560, 1, "--lora --activation_checkpointing all --gpu_gib 99 --ce_chunk 64"),
     Case("qwen3.5", 640, 2, "--lora --batch_size 4 --activation_checkpointing 2 --gpu_gib 99 --ce_chunk 64"),
-    Case("qwen3.5", 4096, 1, "--qlora --activation_checkpointing all --gpu_gib 1.37 --ce_chunk 64"),
     Case("qwen3.5", 1024, 1, "--lora --tiled_mlp 256 --ce_chunk 64"),
     Case("qwen3.5", 1024, 2, "--fsdp2 --lora --lora_dropout 0.1 --activation_checkpointing 2 --ce_chunk 64"),
-    Case("qwen3.5-moe", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
     Case("qwen3.5-moe", 1024, 4, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
     # branches, embedding and logits times a number; queries that grow
     Case("granite", 1024, 1, "--ce_chunk 64"),
@@ -204,6 +196,18 @@ CASES = [
     # the reference's forward comes first, with nothing saved
     Case("gqa", 1024, 1, "--dpo --lora --ce_chunk 64"),
     Case("qwen3.5", 1024, 2, "--fsdp2 --dpo --qlora --ce_chunk 64"),
+    # the dearest, each of which joins what cases above have one by one
+    *in_ci(
+        Case("deep", 1024, 8, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
+        Case("qwen3.5", 4096, 2, "--fsdp2 --qlora --offload --sequence_parallel 2 --tiled_mlp 256 --ce_chunk 64"),
+        Case("deep", 256, 2, "--fsdp2 --qlora --gpu_gib 1.17"),
+        Case("qwen3.5-moe", 1024, 1, "--qlora --gpu_gib 99 --ce_chunk 64"),
+        # segments of 2,048
+        Case("qwen3.5", 4096, 1, "--qlora --activation_checkpointing all --gpu_gib 1.37 --ce_chunk 64"),
+        # a step of so many rows that one of them could have a gap
+        Case("qwen3", 2048, 4, "--fsdp2 --offload params --qlora --precision bf16 --grad_accum 2 --tiled_mlp 256 "
+             "--no-activation_checkpointing --no-reshard_after_forward --no-shard_embeddings --ce_chunk 64"),
+    ),
 ]
 SMALL_PAGE = 1 << 19  # bytes; those of a run are as large as all inputs of these blocks
 
@@ -651,8 +655,7 @@ def test_a_forks_optimizer_is_planned_without_an_edit(monkeypatch):
     ("llama-3.2-1b", "--qlora"),
     ("qwen3.5-0.8b", "--lora"),
     ("qwen3-0.6b", ""),
-    ("muse-glimmer-30b", "--qlora"),
-    ("qwen3-30b-a3b", "--qlora --fsdp2"),
+    *in_ci(("muse-glimmer-30b", "--qlora"), ("qwen3-30b-a3b", "--qlora --fsdp2")),
 ])
 def test_each_choice_of_auto_needs_at_most_the_memory_of_the_one_before(preset, flags):
     config = lm.parse_config(data.PRESETS[preset] | {"num_hidden_layers": 3})  # each block is three choices more

@@ -40,9 +40,9 @@ def launch_without(entry, argv):
 
 @pytest.mark.parametrize("entry", [
     pytest.param(entry, id=entry.name, marks=() if entry.name in OFTEN else pytest.mark.ci) for entry in NAMES])
-def test_a_start_without_a_private_name_trains_and_says_so(entry, tmp_path):
+def test_a_start_without_a_private_name_trains_and_says_so(entry, chats, tmp_path):
     n_ranks = 2 if entry.name in OFTEN else 1
-    argv = [*START.split(), "--out", str(tmp_path / "run")]
+    argv = [*START.split(), "--data", str(chats), "--out", str(tmp_path / "run")]
     logs = [tmp_path / f"rank{rank}.log" for rank in range(n_ranks)]
     codes = start_ranks(n_ranks, launch_without, (entry, argv), logs)
     text = logs[0].read_text()
