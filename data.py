@@ -1137,10 +1137,14 @@ class Tokenizer:
                     eos = self.eos_ids
             mask = np.ones(len(ids), bool)
             if one.spans is not None and self.train_on != "all":
-                mask, n_merged = tokens_in(encoding, one.spans, self.is_marker)
+                mask, merged = tokens_in(encoding, one.spans, self.is_marker)
+                # an empty thought behind an open one of the prompt has a note of its own: note_thoughts()
+                merged = [start for start in merged
+                          if not one.text[start:].lstrip().startswith(self.tags[1])]
                 if one.is_chat or one.form == "prompt + completion":  # the texts of a pair begin anywhere
                     report.note("answers share a token with the end of their prompt, such as a blank between "
-                                "the two: a prompt alone ends in another token", n_merged)
+                                "the two: move it into the answer, because a prompt alone ends in another "
+                                "token", len(merged))
             # nothing predicts BOS, and EOS is how a model learns to stop
             mask = np.concatenate([np.zeros(len(bos), bool), mask, np.ones(len(eos), bool)])
             yield np.array(bos + ids + eos, np.int32), mask
@@ -1209,11 +1213,11 @@ def behind_prefill(document):
 
 
 def tokens_in(encoding, spans, is_marker):
-    """-> (boolean mask of the tokens that overlap a span, how many spans begin within a token)"""
+    """-> (boolean mask of the tokens that overlap a span, the starts of spans that begin within a token)"""
     ids = encoding.ids
     offsets = encoding.offsets
     mask = np.zeros(len(ids), bool)
-    n_merged = 0
+    merged = []
     for start, stop in spans:
         # a character may be in no token (a blank that a normalizer drops) or in several (an emoji)
         first = bisect.bisect_right(offsets, start, key=lambda token: token[1])
@@ -1221,9 +1225,10 @@ def tokens_in(encoding, spans, is_marker):
         # this token began before the span: a marker that swallowed blanks (lstrip), or there is no answer
         if first < last and offsets[first][0] < start and (is_marker[ids[first]] or start == stop):
             first += 1
-        n_merged += first < last and offsets[first][0] < start
+        if first < last and offsets[first][0] < start:
+            merged.append(start)
         mask[first:last] = True
-    return mask, n_merged
+    return mask, merged
 
 
 # ---------------- examples

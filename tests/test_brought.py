@@ -1439,6 +1439,13 @@ def test_an_answer_that_begins_within_a_token_of_the_prompt_is_counted(tmp_path,
     assert len(notes) == n
 
 
+def test_an_empty_thought_behind_an_open_one_of_the_prompt_has_one_note(tmp_path):
+    tokenizer = data.Tokenizer(data.TINY, str(HERE / "goldens-chat/qwen3.5.jinja"))
+    _, file = read_rows(tmp_path, tokenizer, chat(QUESTION, ANSWER))
+    (note,) = file.report.notes
+    assert note.startswith("answers begin with an empty thought")
+
+
 def test_a_key_that_an_object_has_twice_is_refused(tiny):
     with pytest.raises(ValueError, match='an object has the key "text" twice'):
         data.parse_example('{"text": "a", "text": "b"}', tiny)
