@@ -341,6 +341,7 @@ THOUGHTS = "reasoning_content", "thinking", "reasoning"  # what data call a thou
 # what other models write around a thought, at the beginning of an answer
 OTHER_TAG = re.compile(r"\s*([<\[]\|?[\w:]*(?:think|thought|reason)\w*\|?[>\]])", re.IGNORECASE)
 SHORT_QUESTION = {"role": "user", "content": "a"}  # for trials
+SHORT_CHAT = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
 THINK = "<think>", "</think>"
 TODAY = datetime(2024, 7, 26)  # the date that templates see: no text depends on the day of training
 # What a result gets from its model's folder: other files may be private, or about other weights.
@@ -388,8 +389,8 @@ def read_template_args(words):
             variables[name] = text
             # a template would take each of the first ones for true, and the last ones for a single text
             if re.fullmatch(r"(?i)true|false|none|yes|no|on|off|.*,\w+=.*", text):
-                raise ValueError(f"{where}: values are JSON: true, false or null, and such a text in "
-                                 "quotes; blanks separate several of them") from None
+                raise ValueError(f"{where}: values are JSON: true, false or null; in quotes such a word is a "
+                                 "text; blanks separate several values") from None
     return variables
 
 
@@ -769,11 +770,10 @@ class Tokenizer:
         without the tokens that they write inside of answers alone, such as <think> or [TOOL_CALLS])"""
         end = self.default_end
         written = "".join(self.template_texts.values())
-        conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
         # Phi's template has '<|' + role + '|>': only a trial with each role shows these tokens
         for first in (*([{"role": role, "content": "a"}] for role in ROLES), []):
             with contextlib.suppress(ValueError):  # a template may want other messages
-                text, _ = self.render(first + conversation)
+                text, _ = self.render(first + SHORT_CHAT)
                 written += text
                 _, is_there, behind = text.rpartition(MARK)
                 if is_there:
@@ -794,9 +794,8 @@ class Tokenizer:
     def try_last_words(self, end_of_turn):
         """What the template writes behind the last answer alone: the first one of Llama 3 Instruct ends each
         text with the header of an assistant, which no model should learn to write."""
-        conversation = [SHORT_QUESTION, {"role": "assistant", "content": MARK}]
         with contextlib.suppress(ValueError):
-            last, followed = (self.render(conversation + more)[0].rpartition(MARK)[2]
+            last, followed = (self.render(SHORT_CHAT + more)[0].rpartition(MARK)[2]
                               for more in ([], [SHORT_QUESTION]))
             if not followed.startswith(last):
                 return last.partition(end_of_turn)[2]
@@ -1281,10 +1280,14 @@ CHECKED_KEYS = *TRAINED_KEYS, "tool_calls", "function_call"  # check_message() h
 EMPTY = None, "", [], {}  # values that say nothing
 TEXT_PARTS = "text", "input_text", "output_text", "refusal"  # the types of OpenAI's parts that are text
 WITH_NULLS = "arguments", "default", "const"  # in these a null means something
-# how a turn begins: in chat templates, in prompts (guanaco has all on a line), in JSON or Python
-TURN = re.compile(r"(?i:<[|\uff5c](\w*(im_start|header|turn|role|user|assistant)\w*|start)[|\uff5c]?>)|"
-                  r"\[INST\]|<start_of_turn>|### ?(Response|Assistant|Output):|\bASSISTANT:|^Assistant:|"
-                  r"\A\s*[\[{][^}]*['\"](role|from)['\"]: ?['\"](system|user|human|gpt)", re.MULTILINE)
+# How a turn begins, in chat templates and in prompts (guanaco has all on a line). No alternative begins with
+# ^ or \b, which would make the search five times slower. Names are bounded, or it would take quadratic time.
+TURN = re.compile(
+    r"<[|\uff5c](?i:\w{0,30}(im_start|header|turn|role|user|assistant)\w{0,30}|start)[|\uff5c]?>|"
+    r"\[INST\]|<start_of_turn>|### ?(Response|Assistant|Output):|A((?<!\wA)SSISTANT|(?<=^A)ssistant):",
+    re.MULTILINE)
+# how a chat begins that JSON or Python has written into a text
+CHAT_AS_TEXT = re.compile(r"\s*[\[{][^}]*['\"](role|from)['\"]: ?['\"](system|user|human|gpt)")
 SCORE = re.compile("score|rating|reward|grade", re.IGNORECASE)
 MEDIUM = re.compile("(image|video|audio)s?", re.IGNORECASE)
 TEXT_ONLY = "oomph reads text only: leave such rows out of the file"
@@ -1541,10 +1544,10 @@ def check_is_text(row, form):
     """Raises a ValueError if a chat is about pictures, sound or video, which its messages may not mention."""
     for key in filter(MEDIUM.fullmatch, row):
         value = dict.get(row, key)
-        # the address of a picture that nobody asks about is metadata
-        is_asked = f"<{key.lower().removesuffix('s')}>" in " ".join(texts_in(row))
+        mention = f"<{key.lower().removesuffix('s')}>"
         is_shown = isinstance(value, list | dict | bytes) and form != "text"
-        if value and (is_asked or is_shown):
+        # the address of a picture that nobody asks about is metadata
+        if value and (is_shown or mention in " ".join(texts_in(row))):
             raise ValueError(f"{key!r} is {quoted(value)}: {TEXT_ONLY}, or {key!r} if it is something else")
 
 
@@ -1659,7 +1662,7 @@ def text_or_messages(row, key):
 def has_turns(text, tokenizer):
     """Whether a text has turns of a chat: if it is trained on, questions are."""
     markers = {*tokenizer.markers} - {*tokenizer.variables.values()}  # EOS ends texts, too
-    return bool(TURN.search(text)) or any(marker in text for marker in markers)
+    return bool(TURN.search(text) or CHAT_AS_TEXT.match(text)) or any(marker in text for marker in markers)
 
 
 def read_chat(row, messages, form, tokenizer, report):

@@ -1420,6 +1420,11 @@ def test_marks_and_parts_that_mean_something_else_are_refused(tiny, row, words):
     assert words in refusal(row, tiny)
 
 
+def test_turns_are_searched_in_linear_time(tiny):
+    with data.cpu_time_limit(5):  # an hour, if each part of a long word were tried as a name
+        assert not data.has_turns("<|" + "user" * 250_000, tiny)
+
+
 def test_a_text_in_the_place_of_an_answer_is_no_fault_of_the_template(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "{{ raise_exception('no question') if not messages }}" + CHATML)
     assert "an answer without a question before it; give a plain text as 'text'" in refusal(chat(ANSWER), tokenizer)
