@@ -507,11 +507,13 @@ def prepare_device(local_rank, n_local):
 
 
 def try_kernel(device):
-    """ValueError, before a download, if nothing runs on a GPU: torch drops old ones, as Kaggle's P100."""
+    """ValueError, before a download, if torch has no kernels for a GPU. It drops old ones: Kaggle's P100."""
     try:
         torch.ones(1, device=device)
     except RuntimeError as error:
         why = str(error).splitlines()[0].rstrip(".")
+        if "kernel" not in why:  # its memory is full, perhaps: launch() has words for that
+            raise
         kernels = " ".join(torch.cuda.get_arch_list())
         raise ValueError(
             f"{torch.cuda.get_device_name(device)}: {why}. torch {torch.__version__} has kernels for "

@@ -480,6 +480,15 @@ def test_a_gpu_without_kernels_is_named_before_any_download(monkeypatch):
         train.try_kernel(torch.device("cuda", 0))
 
 
+def test_a_gpu_whose_memory_is_full_is_not_said_to_be_too_old(monkeypatch):
+    def ones(*_, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nCUDA kernel errors might ...")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    with pytest.raises(torch.OutOfMemoryError):
+        train.try_kernel(torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize("release, expected", [
     ("6.8.0-45-generic", "expandable_segments:True"),
     ("5.15.153.1-microsoft-standard-WSL2", None),
