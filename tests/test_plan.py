@@ -196,7 +196,7 @@ CASES = [
     # the reference's forward comes first, with nothing saved
     Case("gqa", 1024, 1, "--dpo --lora --ce_chunk 64"),
     Case("qwen3.5", 1024, 2, "--fsdp2 --dpo --qlora --ce_chunk 64"),
-    # the dearest, each of which joins what cases above have one by one
+    # the dearest, which .ci/run has: but for segments of 2,048, cases above have each of their parts
     *in_ci(
         Case("deep", 1024, 8, "--fsdp2 --qlora --offload --tiled_mlp 256 --ce_chunk 64"),
         Case("qwen3.5", 4096, 2, "--fsdp2 --qlora --offload --sequence_parallel 2 --tiled_mlp 256 --ce_chunk 64"),
