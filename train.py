@@ -812,7 +812,7 @@ def compare_ranks(args, opened, resumed, ranks):
         return
     with ranks.agree():
         mine = what_is_trained(args, opened, resumed, ranks)
-    first = ranks.gather(mine)[0]
+    first = ranks.gather(mine)[0]  # not inside agree(), which ends with a gather() of its own
     with ranks.agree():  # which names this rank, if it is not rank 0 that differs
         differing = [f"{what}: {brief(str(first.get(what)), 80)} on {ranks.names[0]}, "
                      f"{brief(str(mine.get(what)), 80)} here"
@@ -1162,6 +1162,7 @@ def evaluate(model, loader, ranks, args, stop=None):
     sums = Counter()
     of_files = loader.of_files or {"": loader}
     with evaluating(model), torch.no_grad():
+        # one file after the other, so that each has a loss of its own
         for file, batch in ((file, batch) for file, one in of_files.items() for batch in one.once()):
             ranks.rearm_watchdog()
             # Clusters kill soon after a signal. All ranks have equally many batches and stop before the same.
@@ -1875,6 +1876,7 @@ class Log:
         else:
             data.note_once("the loss of an evaluation is not finite, so it is never the best: look at "
                            "--eval_data, or lower --lr")
+        # an equal loss is no better one: --patience counts it
         self.state["evals_since_best"] = 0 if best is row else self.state["evals_since_best"] + 1
         if best:
             line += f", best {best['eval_loss']:.4f} at step {best['step']}"
@@ -2456,6 +2458,7 @@ def check_finite(tensors, step, ranks, host_pages=None):
     names = list(itertools.chain(*ranks.gather(wrong)))  # of all ranks
     if names:
         ranks.leave()  # all of them together, because all ranks have the same names and raise
+        # LoRA's A and B have it in their names
         files = "--adapter" if ".lora_" in names[0] else "--model"
         cause = "lower --lr" if step else f"the files of {files} are damaged, or --precision fp16 too narrow"
         raise FloatingPointError(
@@ -2566,6 +2569,7 @@ def export_checkpoint(args, exits):
         state = read_state(checkpoint, {}, ranks)  # its settings are compared below, when the model is open
         # The state has a checksum, and args.json none: it only names what may have moved since.
         saved = state["settings"]
+        # what the checkpoint was made with counts, and of other flags what was given here
         flags = {name: saved.get(f"--{name}", value) for name, value in vars(args).items()}
         for name in ("model", "adapter", "chat_template"):
             flags[name] = getattr(args, name) or from_args_json(run, name, str) or None
@@ -2773,6 +2777,7 @@ def from_args_json(run, name, kind):
     value = data.read_json(run / "args.json", optional=True).get(name)
     value = kind() if value is None else value
     parts = value.values() if isinstance(value, dict) else ()
+    # args.json has no checksum, so an editor may have changed it
     if not isinstance(value, kind) or not all(isinstance(part, str) for part in parts):
         expected = "a text" if kind is str else "texts by their names"
         raise ValueError(f"{run / 'args.json'}: {name} is {str(value)[:100]}: expected {expected}")
@@ -2868,6 +2873,7 @@ def read_metrics(out, last_step):
     for line in path.read_text("utf-8", "replace").splitlines():
         with contextlib.suppress(ValueError, LookupError, TypeError, OverflowError, RecursionError):
             row = json.loads(line)
+            # the steps behind the checkpoint are computed, and logged, once more
             if row["step"] in range(last_step + 1) and math.isfinite(sum(losses_of(row))):
                 rows.append(row)
     return rows
@@ -3069,7 +3075,7 @@ class Saver:
         """Removes all checkpoints except the newest `keep` and the one with the best evaluation."""
         best = (state["best_eval"] or {}).get("step")
         saved = checkpoints(self.out)
-        for step in sorted(saved)[: -self.keep]:
+        for step in sorted(saved)[: -self.keep]:  # --keep is at least 1, and [:-0] would be empty
             if step != best:
                 with contextlib.suppress(OSError):  # the next save tries again
                     data.remove_complete(saved[step])
